@@ -1,0 +1,144 @@
+"""Plain values that all layers share. No I/O, and nothing imported from outside the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+LOCAL_TIER = 0
+
+
+class Operation(StrEnum):
+    """What a client asks for, whatever the dialect."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    EMBEDDING = "embedding"
+
+
+class Outcome(StrEnum):
+    """How an attempt ended; exactly one per attempt."""
+
+    OK = "ok"
+    REFUSED = "refused"  # the request was wrong
+    FAILED = "failed"  # the node broke
+    ABANDONED = "abandoned"  # the client left
+
+
+class Failure(StrEnum):
+    """Why a node failed an attempt. The values are metric labels and the `x-hearth-fallback` header."""
+
+    CONNECT = "connect_error"
+    CONNECT_TIMEOUT = "connect_timeout"
+    DISCONNECTED = "disconnected"  # closed or reset before it answered
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"
+    IDLE_TIMEOUT = "idle_timeout"
+    DEADLINE = "request_timeout"
+    BUSY = "busy"
+    SERVER_ERROR = "server_error"
+    AUTH = "node_auth"  # the node refused Hearth's own key for it
+    MODEL_MISSING = "model_missing"
+    EMPTY = "empty_answer"
+    MALFORMED = "malformed_answer"
+    ERROR_EVENT = "error_event"  # an error object where content was expected
+    CUT = "cut"  # ended in the middle of its answer
+
+
+class NodeState(StrEnum):
+    """What probes last said of a node."""
+
+    UNKNOWN = "unknown"  # not reached yet
+    HEALTHY = "healthy"
+    LOADING = "loading"  # up, but its engine is not ready
+    SLEEPING = "sleeping"
+    DOWN = "down"
+
+
+class Role(StrEnum):
+    """What part of a generation a node does."""
+
+    HYBRID = "hybrid"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One upstream server as the operator described it."""
+
+    url: str  # without a trailing slash
+    kind: str | None = None  # found by probing when None
+    name: str = ""
+    models: tuple[str, ...] = ()  # () = ask the node
+    api_key: str = field(default="", repr=False)
+    weight: float = 1.0
+    speed: float | None = None
+    max_concurrency: int | None = None
+    vram_gb: float | None = None
+    num_ctx: int | None = None
+    role: Role = Role.HYBRID
+    tier: int = LOCAL_TIER
+    default_model: str | None = None  # cloud only: asked for when a route names no cloud model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that a node lists."""
+
+    name: str
+    capabilities: frozenset[str] | None = None  # None = the node does not say
+    context_length: int | None = None
+    digest: str | None = None
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in a node's memory now."""
+
+    name: str
+    vram_bytes: int | None = None
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one answer. `cached_tokens` is the part of `prompt_tokens` read from a prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client request, checked. Never changed: the next attempt may go to another kind of node."""
+
+    id: str
+    operation: Operation
+    model: str  # as the client asked
+    body: bytes  # as the client sent it
+    fields: Mapping[str, Any]  # the body, decoded
+    stream: bool = False
+    include_usage: bool = False  # the client wants the usage chunk of a stream
+    local_only: bool = False
+    forwarded: tuple[tuple[str, str], ...] = ()  # client headers that a node may see
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """What the log line says of one attempt."""
+
+    node: str
+    tier: int
+    outcome: Outcome
+    failure: Failure | None
+    message: str
+    ms: float
+
+
+def tier_name(tier: int) -> str:
+    """How a tier is called in headers, logs and metrics."""
+    return "local" if tier == LOCAL_TIER else "cloud"

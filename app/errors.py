@@ -1,0 +1,152 @@
+"""Every exception of ours, in one tree.
+
+`HearthError` is what a client is told: its status, type and code are data, and the fronts render it in their
+dialect. `NodeFailure` is why one attempt failed; clients see it only inside the `HearthError` that ends a request.
+"""
+
+from __future__ import annotations
+
+from app.domain import Failure
+
+
+class HearthError(Exception):
+    """An error for the client. `message` says what to do; it holds neither keys nor prompts."""
+
+    status = 500
+    type = "api_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+        self.retry_after_seconds: float | None = None
+        self.source = "gateway"  # or "node": who found the fault
+
+
+class InvalidRequest(HearthError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unauthorized(HearthError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(HearthError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class ModelNotFound(HearthError):
+    status = 404
+    type = "not_found_error"
+    code = "model_not_found"
+
+
+class NotFound(HearthError):
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(HearthError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(HearthError):
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class UnsupportedMediaType(HearthError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class RequestRefused(HearthError):
+    """A node answered that the request is wrong. Neither retried nor counted against the node."""
+
+    type = "invalid_request_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
+        self.type = type or self.type
+        self.source = "node"
+
+
+class Unavailable(HearthError):
+    """Nothing can serve the request now."""
+
+    status = 503
+    type = "server_error"
+    code = "no_node_available"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Overloaded(Unavailable):
+    """Every node that could serve is at its limit."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class AllAttemptsFailed(HearthError):
+    """Every attempt failed before content. The message lists them; the status is the last cause's."""
+
+    status = 502
+    type = "server_error"
+    code = "all_nodes_failed"
+
+    def __init__(self, message: str, *, status: int, code: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+        self.source = "node"
+
+
+class NodeFailure(Exception):
+    """A node failed one attempt.
+
+    `status` is the node's HTTP status where there was one. `counts` says whether the breaker hears of it: a busy
+    node and a missing model are no breakage. `sent` is False when the request surely never reached the node.
+    """
+
+    def __init__(
+        self,
+        failure: Failure,
+        message: str,
+        *,
+        status: int | None = None,
+        retry_after_seconds: float | None = None,
+        counts: bool = True,
+        sent: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.message = message
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+        self.counts = counts and failure not in (Failure.BUSY, Failure.MODEL_MISSING)
+        self.sent = sent

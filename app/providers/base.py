@@ -1,0 +1,101 @@
+"""What a kind of node is: how to ask it, how to read its answer, how to probe it. Sans-I/O throughout.
+
+A kind is data plus a few functions. A new one is a module beside this one that defines `KIND`, and one row in
+`app.providers.KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from app.domain import LoadedModel, ModelInfo, NodeState, Request, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one attempt asks of a node."""
+
+    request: Request
+    model: str  # the node's own name for it
+    num_ctx: int | None = None
+    capabilities: frozenset[str] | None = None  # of the model on that node; None = unknown
+    reasoning_content: bool = False  # also give reasoning under the name `reasoning_content`
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """The HTTP request for a node: a path below the node's URL, and a JSON body."""
+
+    path: str
+    body: bytes
+
+
+class Answer(Protocol):
+    """Turns a node's answer into the client's bytes. One object per attempt; any split of the input gives the same output.
+
+    `feed` and `finish` raise `NodeFailure` when the answer is broken, and `RequestRefused` when the node says in it
+    that the request was wrong.
+    """
+
+    content_type: bytes  # of what the client gets
+    begun: bool  # the output so far holds content, so that the answer may be committed
+    ended: bool  # the node has said all; reading may stop
+    usage: Usage | None
+    finish_reason: str | None
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes the next bytes from the node and returns whole events for the client, or b"" for none yet."""
+        ...
+
+    def finish(self) -> bytes:
+        """Takes the end of the node's answer and returns what is left for the client: the end of a stream, or the whole document."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What a health probe says."""
+
+    state: NodeState
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A GET that only this kind answers in this way. `matches` gets the status and the decoded JSON (None if it is none)."""
+
+    path: str
+    matches: Callable[[int, Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How to see, without cost, that a node is up and what it serves. Paths are below the node's URL."""
+
+    health_path: str
+    models_path: str
+    health: Callable[[int, Any], Health]  # status, decoded JSON or None
+    models: Callable[[Any], list[ModelInfo]]  # raises ValueError when the document is not such a list
+    loaded_path: str | None = None
+    loaded: Callable[[Any], list[LoadedModel]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How to speak to one kind of node.
+
+    `refusal` turns a status other than 200 into the exception to raise: `RequestRefused` when the request was
+    wrong, else `NodeFailure`. Header names arrive in lower case.
+    """
+
+    name: str
+    title: str
+    translate: Callable[[Call], Outgoing]  # raises InvalidRequest for what this kind cannot do
+    answer: Callable[[Call], Answer]
+    refusal: Callable[[int, Mapping[str, str], bytes], Exception]
+    probe: Probe
+    signatures: tuple[Signature, ...] = field(default=())
+    cloud: bool = False
+    names_have_tags: bool = False  # Ollama's model names: `m` = `m:latest`, case-insensitive
