@@ -33,8 +33,9 @@ class Outgoing:
 
 
 class Answer(Protocol):
-    """Turns a node's answer into the client's bytes. One object per attempt; any split of the input gives the same output.
+    """Turns a node's answer into the client's bytes. One object per attempt.
 
+    Any split of the input gives the same output, joined.
     `feed` and `finish` raise `NodeFailure` when the answer is broken, and `RequestRefused` when the node says in it
     that the request was wrong.
     """
@@ -50,7 +51,7 @@ class Answer(Protocol):
         ...
 
     def finish(self) -> bytes:
-        """Takes the end of the node's answer and returns what is left for the client: the end of a stream, or the whole document."""
+        """Takes the end of the node's answer; returns what is left: the end of a stream, or the whole document."""
         ...
 
 
@@ -64,7 +65,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A GET that only this kind answers in this way. `matches` gets the status and the decoded JSON (None if it is none)."""
+    """A GET that only this kind answers in this way. `matches` gets the status and the decoded JSON, or None."""
 
     path: str
     matches: Callable[[int, Any], bool]
