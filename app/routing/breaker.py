@@ -1,0 +1,190 @@
+"""When to leave a node alone. The only module that knows pybreaker.
+
+pybreaker is never held across an await, for there it lets every waiting caller through when half-open and takes a
+cancelled client for a broken node. Here a call has two synchronous steps instead, admission and outcome:
+
+    permit = breaker.acquire()
+    if permit is None:
+        ...  # refused; breaker.retry_after_seconds() says for how long
+    try:
+        ...  # the attempt
+        permit.succeed()
+    except NodeFailure as failure:
+        permit.fail(failure)
+    finally:
+        permit.neutral()  # does nothing after an outcome
+
+Belongs to one event loop; no step blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+
+import pybreaker
+
+PROBE_WAIT_SECONDS = 1.0  # what a refused caller is told while the one probe is still out
+
+
+class BreakerState(StrEnum):
+    """What a breaker does with the next caller: admit it, refuse it, or admit it if it is the only probe."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+_STATES = {
+    pybreaker.STATE_CLOSED: BreakerState.CLOSED,
+    pybreaker.STATE_OPEN: BreakerState.OPEN,
+    pybreaker.STATE_HALF_OPEN: BreakerState.HALF_OPEN,
+}
+
+
+class Permit:
+    """Leave to make one attempt. Only its first outcome counts, so settling in a `finally` is safe."""
+
+    __slots__ = ("_breaker", "_epoch")
+
+    def __init__(self, breaker: Breaker, epoch: int) -> None:
+        self._breaker: Breaker | None = breaker
+        self._epoch = epoch
+
+    def succeed(self) -> None:
+        """The node answered."""
+        breaker, self._breaker = self._breaker, None
+        if breaker is not None and breaker._epoch == self._epoch:
+            breaker._record_success()
+
+    def fail(self, exc: BaseException) -> None:
+        """The node broke. What `exc` says becomes the breaker's `reason`."""
+        breaker, self._breaker = self._breaker, None
+        if breaker is not None and breaker._epoch == self._epoch:
+            breaker._record_failure(exc)
+
+    def neutral(self) -> None:
+        """Nothing was learnt of the node: the client left, or its request was wrong."""
+        breaker, self._breaker = self._breaker, None
+        if breaker is not None and breaker._epoch == self._epoch:
+            breaker._probing = False
+
+
+class Breaker:
+    """Opens after `fail_max` failures in a row, and after `reset_timeout_seconds` lets one probe at a time through.
+
+    A `fail_max` of 0 turns it off: it admits everyone. `on_change` hears (old, new) of every change of state.
+    """
+
+    def __init__(
+        self,
+        fail_max: int,
+        reset_timeout_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._off = fail_max == 0
+        self._reset_timeout_seconds = reset_timeout_seconds
+        self._clock = clock
+        self._on_change = on_change
+        self._state = BreakerState.CLOSED
+        self._opened_at = 0.0
+        self._probing = False
+        self._last_failure = ""
+        # Every change of state begins an epoch. Outcomes of attempts that were admitted in an older one are ignored:
+        # a late failure must not keep the breaker open, nor a late success close it.
+        self._epoch = 0
+        # Its own time-out is 0 as ours runs on the monotonic clock; pybreaker's would follow the wall clock.
+        self._machine = pybreaker.CircuitBreaker(
+            fail_max=fail_max,
+            reset_timeout=0,
+            throw_new_error_on_trip=False,
+            listeners=[_Listener(self._changed)],
+        )
+
+    @property
+    def state(self) -> BreakerState:
+        """The state now. An open breaker whose time is up stays open until the next caller becomes its probe."""
+        return self._state
+
+    @property
+    def reason(self) -> str | None:
+        """What the failure said that opened it; None when closed."""
+        return None if self._state is BreakerState.CLOSED else self._last_failure
+
+    def would_admit(self) -> bool:
+        """Whether `acquire` would give a permit now. Changes nothing."""
+        if self._state is BreakerState.CLOSED:
+            return True
+        if self._state is BreakerState.OPEN:
+            return self._open_seconds_left() <= 0
+        return not self._probing
+
+    def acquire(self) -> Permit | None:
+        """Admits one attempt, or returns None. The caller owes the permit exactly one outcome."""
+        if self._state is not BreakerState.CLOSED:
+            if not self.would_admit():
+                return None
+            if self._state is BreakerState.OPEN:
+                self._machine.half_open()
+            self._probing = True
+        return Permit(self, self._epoch)
+
+    def retry_after_seconds(self) -> float:
+        """How long a refused caller should wait; 0 when it would be admitted."""
+        if self.would_admit():
+            return 0.0
+        return self._open_seconds_left() if self._state is BreakerState.OPEN else PROBE_WAIT_SECONDS
+
+    def _open_seconds_left(self) -> float:
+        return self._opened_at + self._reset_timeout_seconds - self._clock()
+
+    def _record_success(self) -> None:
+        if not self._off:
+            self._machine.call(_answer)
+
+    def _record_failure(self, exc: BaseException) -> None:
+        if self._off:
+            return
+        self._last_failure = str(exc) or type(exc).__name__
+        with suppress(_BreakageError):
+            self._machine.call(_break)
+
+    def _changed(self, new: BreakerState) -> None:
+        old, self._state = self._state, new
+        self._epoch += 1
+        self._probing = False
+        if new is BreakerState.OPEN:
+            self._opened_at = self._clock()
+        if self._on_change is not None:
+            self._on_change(old, new)
+
+
+class _Listener(pybreaker.CircuitBreakerListener):
+    """Tells our breaker of pybreaker's changes."""
+
+    def __init__(self, changed: Callable[[BreakerState], None]) -> None:
+        self._changed = changed
+
+    def state_change(
+        self,
+        cb: pybreaker.CircuitBreaker,
+        old_state: pybreaker.CircuitBreakerState | None,
+        new_state: pybreaker.CircuitBreakerState,
+    ) -> None:
+        self._changed(_STATES[new_state.name])
+
+
+class _BreakageError(Exception):
+    """What pybreaker is shown for a failure. The node's own exception would grow pybreaker's traceback."""
+
+
+def _answer() -> None:
+    pass
+
+
+def _break() -> None:
+    raise _BreakageError
