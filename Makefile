@@ -1,0 +1,57 @@
+# Everything that one does with a checkout. `make` alone lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE ?=
+ARGS ?=
+UPGRADE ?=
+
+.PHONY: help run demo test test-engine lint format lock bench clean runtime-venv dev-venv
+
+help: ## This list
+	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf 'make %-12s %s\n' "$$name" "$$text"; done
+
+runtime-venv:
+	@scripts/venv.sh $(VENV) requirements.txt
+
+dev-venv:
+	@scripts/venv.sh $(VENV) requirements-dev.txt
+
+run: runtime-venv ## Start Hearth with what this machine offers; needs Python 3.11 or newer and nothing else (ARGS="...")
+	@$(BIN)/python -m demo.start $(ARGS)
+
+demo: runtime-venv ## Watch a burst of requests survive a node that dies (ENGINE=real: on real llama.cpp servers)
+	@$(BIN)/python -m demo.burst $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+
+test: lint ## Lint, types and all tests but those that need a real engine
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+test-engine: dev-venv ## The tests on real llama.cpp servers; the first run installs one (needs g++ and cmake)
+	INSTALL_ONLY=1 scripts/real-engine.sh .engine
+	$(BIN)/python -m pytest -m engine tests/engine $(ARGS)
+
+lint: dev-venv ## Ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: dev-venv ## Let ruff repair and format the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: ## Compile requirements*.in into versions with hashes (UPGRADE=1: the newest that fit)
+	@test -x build/uv/bin/uv || { python3 -m venv build/uv && build/uv/bin/pip install --quiet 'uv>=0.13'; }
+	for name in requirements requirements-dev; do \
+	  build/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	    --custom-compile-command "make lock" $(if $(UPGRADE),--upgrade) $$name.in -o $$name.txt; \
+	done
+
+bench: dev-venv ## Measure what Hearth adds to a request, beside nginx and LiteLLM if they are installed
+	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+clean: ## Remove what was built or installed here; keeps .env and data/
+	rm -rf $(VENV) build .engine .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
