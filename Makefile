@@ -49,7 +49,7 @@ lock: ## Compile requirements*.in into versions with hashes (UPGRADE=1: the newe
 	    --custom-compile-command "make lock" $(if $(UPGRADE),--upgrade) $$name.in -o $$name.txt; \
 	done
 
-bench: dev-venv ## Measure what Hearth adds to a request, beside nginx and LiteLLM if they are installed
+bench: runtime-venv ## Measure what Hearth adds to a request, beside nginx and LiteLLM if they are installed
 	@$(BIN)/python -m benchmarks.overhead $(ARGS)
 
 clean: ## Remove what was built or installed here; keeps .env and data/
