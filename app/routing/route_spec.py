@@ -1,0 +1,17 @@
+"""One entry of MODEL_MAP as the operator wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    """What a requested model name means. `pattern` is that name; `*` in it stands for any characters."""
+
+    pattern: str
+    local: str | None = None
+    cloud: str | None = None
+    local_only: bool = False
+    num_ctx: int | None = None
+    cloud_off: bool = False  # the operator wrote `"cloud": false`

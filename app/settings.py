@@ -1,0 +1,350 @@
+"""Every setting, its default, and where it comes from. The only module that knows pydantic-settings.
+
+What is set wins in this order: flags, environment, `.env`, the YAML file that CONFIG_FILE names, default. An empty
+value means the default, so that it also hides what a lower place says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from app import declarations
+from app import setting_values as values
+from app.declarations import CloudProvider
+from app.domain import NodeSpec
+from app.routing.route_spec import RouteSpec
+
+STRATEGIES = ("round_robin", "least_connections", "weighted", "random")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+LOG_FORMATS = ("auto", "json", "console")
+BUDGET_PERIODS = ("month", "week", "day")
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_OPENAI = "https://api.openai.com/v1"
+_HIDDEN = Field(exclude=True)  # holds keys, which must not get into a dump
+_ONE_WORKER = "workers would not share in-flight counts, breakers and limits; run one"
+
+
+class SettingsError(Exception):
+    """A setting is wrong. `message` is one line that names it, and shows no secret."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+def _plain(value: object) -> object:
+    return value.get_secret_value() if isinstance(value, SecretStr) else value
+
+
+def _secret(value: object) -> SecretStr:
+    return SecretStr(values.secret(_plain(value)))
+
+
+def _secrets(value: object) -> tuple[SecretStr, ...]:
+    if isinstance(value, (list, tuple)):
+        value = [_plain(entry) for entry in value]
+    return tuple(SecretStr(key) for key in values.secrets(value))
+
+
+def _secret_url(value: object) -> SecretStr:
+    """A database's URL, which may hold a password."""
+    plain = _plain(value)
+    if not isinstance(plain, str) or "://" not in plain:
+        raise ValueError("is not a URL")
+    return SecretStr(plain.strip())
+
+
+def _file(value: object) -> Path:
+    path = value if isinstance(value, Path) else Path(values.text(value)).expanduser()
+    if not os.path.isfile(path):  # unlike Path.is_file, it is False for a folder that may not be read
+        raise ValueError(f"{values.shown(str(path))} is no file that exists")
+    return path
+
+
+def _list_of(read: Callable[[Any], str]) -> Callable[[object], tuple[str, ...]]:
+    return lambda value: tuple(read(entry) for entry in values.entries(value))
+
+
+Seconds = Annotated[float, BeforeValidator(values.seconds)]
+Count = Annotated[int, BeforeValidator(partial(values.whole, at_least=0))]
+Text = Annotated[str, BeforeValidator(values.text)]
+Url = Annotated[str, BeforeValidator(values.web_url)]
+File = Annotated[Path, BeforeValidator(_file)]
+Secret = Annotated[SecretStr, BeforeValidator(_secret)]
+SecretUrl = Annotated[SecretStr, BeforeValidator(_secret_url)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
+
+
+def _one_of(allowed: Sequence[str], aliases: Mapping[str, str] | None = None) -> BeforeValidator:
+    return BeforeValidator(partial(values.choice, allowed=allowed, aliases=aliases))
+
+
+def _whole(at_least: int, at_most: int | None = None, hint: str = "") -> BeforeValidator:
+    return BeforeValidator(partial(values.whole, at_least=at_least, at_most=at_most, hint=hint))
+
+
+class Settings(BaseSettings):
+    """Hearth's settings, checked. `.env.example` explains each; the environment has them in capitals."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, validate_default=False, extra="ignore", hide_input_in_errors=True, env_file_encoding="utf-8-sig"
+    )
+
+    local_nodes: Annotated[tuple[NodeSpec, ...], NoDecode, _HIDDEN, BeforeValidator(declarations.local_nodes)] = (
+        NodeSpec(url="http://localhost:11434", name="localhost:11434"),
+    )
+    model_map: Annotated[tuple[RouteSpec, ...], NoDecode, BeforeValidator(declarations.model_map)] = ()
+    lb_strategy: Annotated[str, _one_of(STRATEGIES)] = "least_connections"
+
+    cloud_endpoint: Url = _OPENAI
+    cloud_api_key: Secret | None = None
+    cloud_model: Text | None = None
+    cloud_providers: Annotated[
+        tuple[CloudProvider, ...], NoDecode, _HIDDEN, BeforeValidator(declarations.cloud_providers)
+    ] = ()
+    cloud_budget_usd: Annotated[float, BeforeValidator(partial(values.number, at_least=0))] | None = None
+    cloud_budget_period: Annotated[str, _one_of(BUDGET_PERIODS)] = "month"
+
+    request_timeout: Seconds = 1800.0
+    connect_timeout: Seconds = 3.0
+    first_token_timeout: Seconds = 600.0
+    idle_timeout: Seconds = 300.0
+    max_attempts: Annotated[int, _whole(1, hint="1 tries once and never again")] = 4
+
+    health_check_interval: Seconds = 5.0
+    health_check_timeout: Seconds = 3.0
+    breaker_fail_max: Count = 3
+    breaker_reset_timeout: Seconds = 15.0
+
+    api_keys: Secrets = ()
+    admin_keys: Secrets = ()
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_list_of(values.origin))] = ()
+    max_body_mb: Annotated[float, BeforeValidator(values.positive)] = 64.0
+
+    host: Annotated[str, BeforeValidator(values.host)] = "127.0.0.1"
+    port: Annotated[int, _whole(0, 65535)] = 8000
+    workers: Annotated[int, _whole(1, 1, _ONE_WORKER)] = 1
+    ssl_certfile: File | None = None
+    ssl_keyfile: File | None = None
+
+    log_level: Annotated[str, _one_of(LOG_LEVELS, {"warn": "warning"})] = "INFO"
+    log_format: Annotated[str, _one_of(LOG_FORMATS)] = "auto"
+
+    database_url: SecretUrl | None = None
+    redis_url: SecretUrl | None = None
+    config_file: File | None = None
+
+    _cloud: tuple[NodeSpec, ...] = PrivateAttr(())
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed but probably not meant, a line each."""
+        return list(self._warnings)
+
+    def local_node_specs(self) -> tuple[NodeSpec, ...]:
+        """The local nodes in the order in which they were given."""
+        return self.local_nodes
+
+    def cloud_specs(self) -> tuple[NodeSpec, ...]:
+        """The cloud targets, which all have a key, in the order in which they are tried: tier 1, 2, ..."""
+        return self._cloud
+
+    def routes_config(self) -> tuple[RouteSpec, ...]:
+        """The entries of MODEL_MAP in their order."""
+        return self.model_map
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        if isinstance(init_settings, InitSettingsSource):
+            _refuse_unknown(init_settings.init_kwargs, "the call")
+        return init_settings, env_settings, dotenv_settings, _YamlFile(settings_cls)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _assemble(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        given = {key: value for key, value in ((key, _tidy(value)) for key, value in data.items()) if value is not None}
+        settings = handler({key: value for key, value in given.items() if key in cls.model_fields})
+        settings._cloud = settings._cloud_targets(lambda name: _variable(name, given))
+        settings._refuse_contradictions()
+        # What is left over can only come from `.env`, where other programs' variables may stand too.
+        settings._warnings = [*_misspelt(given), *settings._doubts()]
+        return settings
+
+    def _cloud_targets(self, lookup: Callable[[str], str | None]) -> tuple[NodeSpec, ...]:
+        first = None
+        if self.cloud_api_key is not None:
+            key = self.cloud_api_key.get_secret_value()
+            first = CloudProvider(self.cloud_endpoint, api_key=key, model=self.cloud_model)
+        try:
+            return declarations.cloud_nodes(first, self.cloud_providers, lookup, self.local_nodes)
+        except ValueError as error:
+            raise ValueError(f"CLOUD_PROVIDERS: {error}") from None
+
+    def _refuse_contradictions(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            missing, given = ("SSL_KEYFILE", "SSL_CERTFILE") if self.ssl_certfile else ("SSL_CERTFILE", "SSL_KEYFILE")
+            raise ValueError(f"{missing}: not set, although {given} is; TLS needs both")
+        if self.cloud_budget_usd is not None and self._cloud:
+            raise ValueError(
+                f"CLOUD_BUDGET_USD: {self.cloud_budget_usd:g} would not be kept, as this version does not enforce "
+                "budgets; unset it, or remove the cloud's key"
+            )
+
+    def _doubts(self) -> Iterator[str]:
+        for name in ("first_token_timeout", "idle_timeout"):
+            if getattr(self, name) > self.request_timeout:
+                yield f"{name.upper()} is longer than REQUEST_TIMEOUT, which ends the request first"
+        if self.cloud_api_key is None and (self.cloud_model is not None or self.cloud_endpoint != _OPENAI):
+            yield "the cloud endpoint is not used: CLOUD_API_KEY is not set"
+        for node in self._cloud:
+            if node.url.startswith("http://") and urlsplit(node.url).hostname not in _LOOPBACK:
+                yield f"{node.name} is asked over plain http, so that its key can be read on the way; use https"
+        urls = [node.url for node in self.local_nodes]
+        for url in dict.fromkeys(url for url in urls if urls.count(url) > 1):
+            yield f"LOCAL_NODES lists {url} more than once; it counts as that many nodes"
+        if self.host not in _LOOPBACK and not self.api_keys:
+            yield f"HOST is {self.host} and API_KEYS is not set: whoever reaches this address may use it"
+
+
+def load_settings(argv: Sequence[str] = (), *, env_file: str | Path | None = ".env") -> Settings:
+    """Reads all settings. `argv` are flags: each setting's name with dashes. Raises `SettingsError`."""
+    flags = _flags(argv)
+    try:
+        return Settings(_env_file=env_file, **flags)
+    except ValidationError as error:
+        raise SettingsError(_one_line(error)) from None
+    except OSError as error:
+        raise SettingsError(f"{env_file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{env_file} cannot be read: it is not UTF-8 text") from None
+
+
+class _YamlFile(PydanticBaseSettingsSource):
+    """The file that CONFIG_FILE names, wherever that is set."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        path = _tidy(self.current_state.get("config_file"))
+        return {} if path is None else _read_yaml(Path(str(path)).expanduser())
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # 20 ms that only those pay who use a file
+
+    try:
+        document = yaml.safe_load(path.read_text("utf-8-sig"))
+    except OSError as error:
+        raise SettingsError(f"CONFIG_FILE: {values.shown(str(path))} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}" if mark else ""
+        raise SettingsError(f"CONFIG_FILE: {values.shown(str(path))} is not valid YAML{place}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise SettingsError(f"CONFIG_FILE: {values.shown(str(path))} is not a list of `name: value`")
+    return _named_settings(document, path)
+
+
+def _named_settings(document: dict[Any, Any], path: Path) -> dict[str, Any]:
+    found = {str(key).lower().replace("-", "_"): value for key, value in document.items()}
+    _refuse_unknown(found, str(path))
+    if len(found) < len(document):
+        raise SettingsError(f"CONFIG_FILE: {values.shown(str(path))} names a setting twice")
+    if "config_file" in found:
+        raise SettingsError(f"CONFIG_FILE: {values.shown(str(path))} cannot name another file")
+    return found
+
+
+def _refuse_unknown(names: Mapping[str, object], place: str) -> None:
+    unknown = [name for name in names if name not in Settings.model_fields]
+    if unknown:
+        hint = values.did_you_mean(unknown[0], Settings.model_fields)
+        raise SettingsError(f"{unknown[0]} in {place} is not a setting{hint}{_and_more(len(unknown))}")
+
+
+def _flags(argv: Sequence[str]) -> dict[str, Any]:
+    """`--port 9000` and `--port=9000`; the last one wins."""
+    found: dict[str, Any] = {}
+    rest = iter(argv)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").lower().replace("-", "_")
+        if not flag.startswith("--") or name not in Settings.model_fields:
+            known = ["--" + field.replace("_", "-") for field in Settings.model_fields]
+            raise SettingsError(f"{values.shown(flag)} is not a flag{values.did_you_mean(flag, known)}")
+        if not equals:
+            following = next(rest, None)
+            if following is None or following.startswith("--"):
+                raise SettingsError(f"{flag} needs a value")
+            value = following
+        found[name] = value
+    return found
+
+
+def _tidy(value: object) -> object:
+    """None for an empty value. Some tools that read `.env` files leave the quotes on."""
+    if not isinstance(value, str):
+        return value
+    stripped = value.strip()
+    if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
+        stripped = stripped[1:-1].strip()
+    return stripped or None
+
+
+def _variable(name: str, given: Mapping[str, object]) -> str | None:
+    """A variable of the environment or of `.env`."""
+    value = os.environ.get(name) or given.get(name.lower())
+    return value if isinstance(value, str) else None
+
+
+def _misspelt(given: Mapping[str, object]) -> Iterator[str]:
+    for name in given:
+        hint = values.did_you_mean(name.upper(), [field.upper() for field in Settings.model_fields])
+        if name not in Settings.model_fields and hint:
+            yield f".env: {name.upper()} is not a setting{hint}"
+
+
+def _one_line(error: ValidationError) -> str:
+    faults = error.errors(include_url=False, include_input=False)
+    first = faults[0]
+    cause = first.get("ctx", {}).get("error", first["msg"])
+    name = f"{str(first['loc'][0]).upper()}: " if first["loc"] else ""
+    return f"{name}{cause}{_and_more(len(faults))}"
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""

@@ -1,0 +1,700 @@
+"""What operators may write, and what they are told when it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from app import setting_values as values
+from app.domain import NodeSpec, Role
+from app.routing.route_spec import RouteSpec
+from app.settings import Settings, SettingsError, load_settings
+
+EXAMPLE = Path(__file__).parents[2] / ".env.example"
+KEY = "sk-d41d8cd98f00b204"
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the machine's variables nor a `.env` in its working directory reach a test."""
+    for name in list(os.environ):
+        if name.lower() in Settings.model_fields:
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(*argv: str) -> str:
+    """What the operator is told; always one line."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings(argv)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def nodes(value: object) -> tuple[NodeSpec, ...]:
+    return load_settings(["--local-nodes", value if isinstance(value, str) else json.dumps(value)]).local_node_specs()
+
+
+# Where settings come from
+
+
+def test_nothing_set_gives_a_local_ollama_and_no_cloud() -> None:
+    settings = load_settings()
+
+    assert settings.local_node_specs() == (NodeSpec("http://localhost:11434", name="localhost:11434"),)
+    assert settings.cloud_specs() == ()
+    assert settings.routes_config() == ()
+    assert settings.warnings == []
+
+
+def test_flags_win_over_environment_over_dotenv_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hearth.yaml").write_text("port: 1\nhost: 127.0.0.1\nmax_attempts: 1\nidle_timeout: 1\n")
+    (tmp_path / ".env").write_text("CONFIG_FILE=hearth.yaml\nPORT=2\nMAX_ATTEMPTS=2\nIDLE_TIMEOUT=2\n")
+    monkeypatch.setenv("PORT", "3")
+    monkeypatch.setenv("MAX_ATTEMPTS", "3")
+
+    settings = load_settings(["--port", "4"])
+
+    assert (settings.port, settings.max_attempts, settings.idle_timeout, settings.host) == (4, 3, 2, "127.0.0.1")
+
+
+def test_flags_take_both_forms() -> None:
+    settings = load_settings(["--lb-strategy=weighted", "--port", "9000"])
+
+    assert (settings.lb_strategy, settings.port) == ("weighted", 9000)
+
+
+def test_every_setting_has_a_flag() -> None:
+    for name in Settings.model_fields:
+        load_settings([f"--{name.replace('_', '-')}="])
+
+
+def test_unknown_flags_are_refused_with_the_close_name() -> None:
+    assert refusal("--prot", "1") == "'--prot' is not a flag; did you mean '--port'?"
+    assert "not a flag" in refusal("serve")
+    assert refusal("--port") == "--port needs a value"
+    assert refusal("--port", "--host") == "--port needs a value"
+
+
+def test_unknown_arguments_of_the_class_are_refused() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'port'"):
+        Settings(prot=1)
+
+
+def test_an_empty_value_is_the_default_and_hides_lower_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CLOUD_API_KEY= python -m app` must turn the cloud off, whatever `.env` says."""
+    (tmp_path / ".env").write_text(f"CLOUD_API_KEY={KEY}\n")
+    assert load_settings().cloud_specs()
+    monkeypatch.setenv("CLOUD_API_KEY", "")
+    monkeypatch.setenv("PORT", " ")
+
+    assert load_settings().cloud_specs() == ()
+    assert load_settings().port == 8000
+
+
+def test_zero_is_a_value_and_not_the_default() -> None:
+    settings = load_settings(["--breaker-fail-max", "0", "--port", "0"])
+
+    assert (settings.breaker_fail_max, settings.port) == (0, 0)
+
+
+def test_quotes_that_a_tool_left_on_are_taken_off() -> None:
+    """`docker run --env-file` passes quotes on."""
+    assert load_settings(["--lb-strategy", '"random"']).lb_strategy == "random"
+    assert len(nodes("'[\"http://a:1\"]'")) == 1
+
+
+def test_yaml_takes_native_values_in_any_spelling(tmp_path: Path) -> None:
+    (tmp_path / "hearth.yaml").write_text(
+        """
+        LOCAL-NODES:
+          - http://a:1
+          - {url: http://b:2, weight: 2.5, models: [m1, m2]}
+        model_map: {gpt-4o: {local: llama3.2, cloud: false}}
+        api_keys: [one-key, two-key]
+        request_timeout: 10m
+        PORT: 9000
+        cloud_model:
+        """
+    )
+    settings = load_settings(["--config-file", "hearth.yaml"])
+
+    assert [node.weight for node in settings.local_node_specs()] == [1, 2.5]
+    assert settings.routes_config() == (RouteSpec("gpt-4o", local="llama3.2", cloud_off=True),)
+    assert len(settings.api_keys) == 2
+    assert (settings.request_timeout, settings.port, settings.cloud_model) == (600, 9000, None)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("lb_stratgy: random", "did you mean 'lb_strategy'"),
+        ("a: 1\nb: 2", "a in hearth.yaml is not a setting (and 1 more)"),
+        ("port: 1\nPORT: 2", "twice"),
+        ("- port", "is not a list of `name: value`"),
+        ("port: [", "is not valid YAML at line"),
+        ("config_file: other.yaml", "cannot name another file"),
+        ("port: 70000", "PORT: 70000 is not a whole number from 0 to 65535"),
+        ("api_keys: [12345678]", "API_KEYS: key 1: the key is not text; put it in quotes"),
+    ],
+)
+def test_faults_in_the_file_are_refused(tmp_path: Path, document: str, said: str) -> None:
+    (tmp_path / "hearth.yaml").write_text(document)
+
+    assert said in refusal("--config-file", "hearth.yaml")
+
+
+def test_a_file_that_is_missing_or_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "nowhere.yaml' cannot be read: No such file" in refusal("--config-file", "nowhere.yaml")
+    assert "not valid YAML" in refusal("--config-file", "binary.yaml")
+
+    (tmp_path / ".env").write_bytes(b"PORT=\xff")
+    assert refusal() == ".env cannot be read: it is not UTF-8 text"
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hearth.yaml").write_text("# later\n")
+
+    assert load_settings(["--config-file", "hearth.yaml"]).port == 8000
+
+
+def test_misspelt_names_in_dotenv_are_warned_of_and_others_let_be(tmp_path: Path) -> None:
+    """Other programs' variables may stand in the same file."""
+    (tmp_path / ".env").write_text("LOCAL_NODE=http://a:1\nPOSTGRES_PASSWORD=x\n")
+
+    assert load_settings().warnings == [".env: LOCAL_NODE is not a setting; did you mean 'LOCAL_NODES'?"]
+
+
+def test_a_dotenv_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """Windows editors write one."""
+    (tmp_path / ".env").write_bytes(b"\xef\xbb\xbfPORT=9000\n")
+
+    assert load_settings().port == 9000
+
+
+def test_unknown_environment_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_NODE", "http://a:1")
+
+    assert load_settings().warnings == []
+
+
+# Faults and secrets
+
+
+def test_several_faults_are_one_line() -> None:
+    assert refusal("--port", "x", "--max-attempts", "0", "--log-level", "loud").endswith("(and 2 more)")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--local-nodes", f'[{{"url": "http://a:1", "api_key": "{KEY}", "weight": 0}}]'],
+        ["--local-nodes", f'[{{"url": "http://a:1", "api_key": "{KEY}"'],
+        ["--local-nodes", f'{{"url": "http://a:1", "api_key": ["{KEY}"]}}'],
+        ["--local-nodes", f"http://user:{KEY}@a:1"],
+        ["--local-nodes", f"http://user:{KEY}@a:x"],
+        ["--local-nodes", f"ftp://{KEY}@a"],
+        ["--local-nodes", f"http://a:1/?key={KEY}"],
+        ["--cloud-endpoint", f"http://a:1/#{KEY}"],
+        ["--cloud-api-key", f"{KEY} {KEY}"],
+        ["--cloud-api-key", f"{KEY}é"],
+        ["--api-keys", f'["{KEY} "x]'],
+        ["--api-keys", f'["{KEY}", 1]'],
+        ["--cloud-providers", f'[{{"endpoint": "https://a", "api_key": "{KEY}", "api_key_env": "{KEY}"}}]'],
+        ["--cloud-providers", f'[{{"endpoint": "https://a", "api_key": "{KEY}", "modell": 1}}]'],
+        ["--database-url", f"user:{KEY}"],
+        ["--cloud-api-key", KEY, "--cloud-budget-usd", "5"],
+    ],
+)
+def test_no_message_shows_a_secret(argv: list[str]) -> None:
+    assert KEY not in refusal(*argv)
+
+
+def test_settings_do_not_show_secrets() -> None:
+    provider = {"endpoint": "https://a", "api_key": KEY}
+    node = {"url": "http://a:1", "api_key": KEY}
+    settings = Settings(
+        local_nodes=[node],
+        cloud_api_key=KEY,
+        cloud_providers=[provider],
+        api_keys=[KEY],
+        admin_keys=KEY,
+        database_url=f"postgresql://u:{KEY}@db/x",
+        redis_url=f"redis://:{KEY}@r",
+        _env_file=None,
+    )
+
+    assert KEY not in f"{settings!r} {settings!s} {settings.cloud_specs()!r} {settings.local_node_specs()!r}"
+    assert KEY not in settings.model_dump_json()
+
+
+# Single values
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--port", "65536", "PORT: '65536' is not a whole number from 0 to 65535"),
+        ("--port", "-1", "PORT: '-1' is"),
+        ("--port", "1.5", "PORT: '1.5' is"),
+        ("--workers", "2", "WORKERS: '2' is not a whole number from 1 to 1; workers would not share"),
+        ("--max-attempts", "0", "MAX_ATTEMPTS: '0' is not a whole number of at least 1; 1 tries once and never again"),
+        ("--breaker-fail-max", "-1", "BREAKER_FAIL_MAX: '-1' is not a whole number of at least 0"),
+        ("--request-timeout", "0", "REQUEST_TIMEOUT: '0' is not a time above 0; write seconds (90) or"),
+        ("--idle-timeout", "soon", "IDLE_TIMEOUT: 'soon' is not a time"),
+        ("--idle-timeout", "inf", "IDLE_TIMEOUT: 'inf' is not a time"),
+        ("--health-check-interval", "-5s", "HEALTH_CHECK_INTERVAL: '-5s' is not a time"),
+        ("--max-body-mb", "0", "MAX_BODY_MB: '0' is not a number above 0"),
+        ("--cloud-budget-usd", "-1", "CLOUD_BUDGET_USD: '-1' is not a number of at least 0"),
+        ("--cloud-budget-period", "year", "CLOUD_BUDGET_PERIOD: 'year' is not one of month, week, day"),
+        ("--lb-strategy", "least_connection", "weighted, random; did you mean 'least_connections'?"),
+        ("--log-level", "loud", "LOG_LEVEL: 'loud' is not one of DEBUG, INFO, WARNING, ERROR"),
+        ("--log-format", "xml", "LOG_FORMAT: 'xml' is not one of auto, json, console"),
+        ("--host", "http://0.0.0.0", "HOST: 'http://0.0.0.0' is not an address to listen on"),
+        ("--host", "0.0.0.0:8000", "without a port"),
+        ("--cors-origins", "chat.example.org", "CORS_ORIGINS: 'chat.example.org' is not an origin"),
+        ("--cors-origins", "https://*.example.org", "is not an origin"),
+        ("--api-keys", "good-key,changeme", "API_KEYS: key 2: the key is a placeholder"),
+        ("--api-keys", "your-api-key", "placeholder"),
+        ("--cloud-api-key", "sk-...", "CLOUD_API_KEY: the key is a placeholder"),
+        ("--ssl-certfile", "nowhere.pem", "SSL_CERTFILE: 'nowhere.pem' is no file that exists"),
+        ("--cloud-endpoint", "api.openai.com", "such as http://api.openai.com"),
+        ("--redis-url", "localhost", "REDIS_URL: is not a URL"),
+    ],
+)
+def test_bad_values_are_refused(flag: str, value: str, said: str) -> None:
+    assert said in refusal(flag, value)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("90", 90),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("10m", 600),
+        ("30s", 30),
+        ("500ms", 0.5),
+        ("2 H", 7200),
+        (90, 90),
+        (0.1, 0.1),
+    ],
+)
+def test_times_have_units(written: object, seconds: float) -> None:
+    assert values.seconds(written) == seconds
+
+
+@given(st.text())
+@example("1" * 400)
+@example("9" * 5000)
+def test_any_text_is_a_time_or_a_complaint_on_one_line(written: str) -> None:
+    complaint = ""
+    try:
+        assert values.seconds(written) > 0
+    except ValueError as error:
+        complaint = str(error)
+
+    assert complaint.isprintable()
+
+
+@pytest.mark.parametrize("written", ["true", "TRUE", "1", "yes", "On", True, 1])
+def test_yes_has_many_forms(written: object) -> None:
+    assert values.flag(written) is True
+
+
+@pytest.mark.parametrize("written", ["false", "False", "0", "no", "OFF", False, 0])
+def test_no_has_many_forms(written: object) -> None:
+    assert values.flag(written) is False
+
+
+@pytest.mark.parametrize("written", ["", "maybe", 2, None, []])
+def test_neither_yes_nor_no_is_refused(written: object) -> None:
+    with pytest.raises(ValueError, match="true or false"):
+        values.flag(written)
+
+
+@pytest.mark.parametrize("written", [True, False, None, [], {}, "nan", "inf", float("nan"), 10**400])
+def test_what_is_no_number_is_refused(written: object) -> None:
+    with pytest.raises(ValueError, match="is not a number"):
+        values.number(written)
+
+
+def test_choices_are_taken_in_any_spelling() -> None:
+    settings = load_settings(["--lb-strategy", "Round-Robin", "--log-level", "warn", "--log-format", "JSON"])
+
+    assert (settings.lb_strategy, settings.log_level, settings.log_format) == ("round_robin", "WARNING", "json")
+
+
+def test_keys_come_with_commas_or_as_json_each_once() -> None:
+    settings = load_settings(["--api-keys", "a1, b2,,a1,", "--admin-keys", '["c3", ""]'])
+
+    assert [key.get_secret_value() for key in settings.api_keys] == ["a1", "b2"]
+    assert [key.get_secret_value() for key in settings.admin_keys] == ["c3"]
+
+
+def test_origins_are_compared_as_browsers_send_them() -> None:
+    written = "https://Chat.Example.org/,http://localhost:3000,app://obsidian.md,null,*"
+
+    assert load_settings(["--cors-origins", written]).cors_origins == (
+        "https://chat.example.org",
+        "http://localhost:3000",
+        "app://obsidian.md",
+        "null",
+        "*",
+    )
+
+
+def test_an_ipv6_host_may_have_brackets() -> None:
+    assert load_settings(["--host", "[::1]"]).host == "::1"
+    assert load_settings(["--host", "::"]).host == "::"
+
+
+def test_tls_needs_certificate_and_key(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("x")
+    (tmp_path / "key.pem").write_text("x")
+
+    assert refusal("--ssl-certfile", "cert.pem").startswith("SSL_KEYFILE: not set")
+    assert refusal("--ssl-keyfile", "key.pem").startswith("SSL_CERTFILE: not set")
+    settings = load_settings(["--ssl-certfile", "cert.pem", "--ssl-keyfile", "key.pem"])
+    assert (settings.ssl_certfile, settings.ssl_keyfile) == (Path("cert.pem"), Path("key.pem"))
+
+
+# Local nodes
+
+
+@pytest.mark.parametrize(
+    "written", ["http://a:1,http://b:2", "http://a:1 , http://b:2,", '["http://a:1", "http://b:2"]']
+)
+def test_nodes_come_with_commas_or_as_json(written: str) -> None:
+    assert [(node.name, node.url) for node in nodes(written)] == [("a:1", "http://a:1"), ("b:2", "http://b:2")]
+
+
+def test_nodes_may_be_given_to_the_class() -> None:
+    settings = Settings(local_nodes="http://a:1,http://b:2", _env_file=None)
+
+    assert [node.name for node in settings.local_node_specs()] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("written", ["[]", " [ ] "])
+def test_no_nodes_at_all_are_allowed(written: str) -> None:
+    assert nodes(written) == ()
+
+
+def test_a_node_has_all_its_properties() -> None:
+    written = {
+        "url": "HTTPS://GPU-Box:8000/prefix/",
+        "kind": "vLLM",
+        "name": "big",
+        "models": ["m1", "m2"],
+        "api_key": KEY,
+        "weight": 2,
+        "speed": "1.5",
+        "max_concurrency": 4,
+        "vram_gb": 24,
+        "num_ctx": 8192,
+        "role": "decode",
+    }
+
+    assert nodes([written]) == (
+        NodeSpec(
+            url="https://gpu-box:8000/prefix",
+            kind="vllm",
+            name="big",
+            models=("m1", "m2"),
+            api_key=KEY,
+            weight=2,
+            speed=1.5,
+            max_concurrency=4,
+            vram_gb=24,
+            num_ctx=8192,
+            role=Role.DECODE,
+        ),
+    )
+
+
+def test_a_property_with_null_is_absent() -> None:
+    assert nodes([{"url": "http://a:1", "kind": None, "max_concurrency": None}]) == nodes("http://a:1")
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [("llama.cpp", "llamacpp"), ("llama-cpp", "llamacpp"), ("LM-Studio", "lmstudio"), ("lm_studio", "lmstudio"),
+     ("openai", "generic"), ("OpenAI-compatible", "generic"), ("Ollama", "ollama"), ("TGI", "tgi")],
+)  # fmt: skip
+def test_kinds_have_many_spellings(written: str, kind: str) -> None:
+    assert nodes([{"url": "http://a:1", "kind": written}])[0].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("written", "url"),
+    [
+        ("http://[::1]:11434/", "http://[::1]:11434"),
+        ("http://[FE80::1]", "http://[fe80::1]"),
+        ("http://Box///", "http://box"),
+        ("https://box/V1/", "https://box/V1"),
+        ("http://my_container:80", "http://my_container:80"),
+    ],
+)
+def test_urls_have_one_form(written: str, url: str) -> None:
+    assert nodes(written)[0].url == url
+
+
+def test_names_are_unique() -> None:
+    assert [node.name for node in nodes("http://a:1,http://a:1/x,http://b")] == ["a:1", "a:1#2", "b"]
+    assert [node.name for node in nodes(["http://a:1", {"url": "http://b:1", "name": "a:1"}])] == ["a:1#2", "a:1"]
+
+
+def test_the_same_url_twice_is_a_warning() -> None:
+    settings = load_settings(["--local-nodes", "http://a:1,http://A:1/"])
+
+    assert settings.warnings == ["LOCAL_NODES lists http://a:1 more than once; it counts as that many nodes"]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("localhost:11434", "such as http://localhost:11434"),
+        ("gpu-box", "such as http://gpu-box"),
+        ("ftp://a", "node 1: 'ftp://a' is not an http:// or https:// URL"),
+        ("http://", "host or port is wrong"),
+        ("http://:8000", "host or port is wrong"),
+        ("http://a:99999", "host or port is wrong"),
+        ("http://a:0", "host or port is wrong"),
+        ("http://[::1", "host or port is wrong"),
+        ("http://u:p@a", "'...@a' holds a user name or password"),
+        ("http://a/?x=1", "must end before the ? or #"),
+        ([5], "node 1: 5 is neither a URL nor an object with a url"),
+        ([{"name": "x"}], "node 1: has no url"),
+        (["http://a", {"url": "http://b", "wieght": 1}], "node 2: unknown key 'wieght'; did you mean 'weight'?"),
+        ([{"url": "http://b", "zzz": 1}], "unknown key 'zzz'; the keys are url, kind,"),
+        ([{"url": "http://b", "kind": "gpt"}], "node 1: kind: 'gpt' is not one of ollama, vllm"),
+        ([{"url": "http://b", "kind": "cloud"}], "kind: 'cloud' is not one of"),
+        ([{"url": "http://b", "weight": 0}], "weight: 0 is not a number above 0"),
+        ([{"url": "http://b", "weight": True}], "weight: True is not a number above 0"),
+        (
+            [{"url": "http://b", "max_concurrency": 0}],
+            "max_concurrency: 0 is not a whole number of at least 1; leave it",
+        ),
+        ([{"url": "http://b", "num_ctx": 2.5}], "num_ctx: 2.5 is not a whole number of at least 1"),
+        ([{"url": "http://b", "role": "boss"}], "role: 'boss' is not one of hybrid, prefill, decode"),
+        ([{"url": "http://b", "name": "a\nb"}], "is not text on one line"),
+        ([{"url": "http://b", "name": "n"}, {"url": "http://c", "name": "n"}], "the name 'n' is used twice"),
+        ('[{"url": "http://a", "url": "http://b"}]', "the key 'url' is given twice"),
+        ("[" * 5000, "is not valid JSON: too deep"),
+    ],
+)
+def test_bad_nodes_are_refused(written: object, said: str) -> None:
+    message = refusal("--local-nodes", written if isinstance(written, str) else json.dumps(written))
+
+    assert message.startswith("LOCAL_NODES: ")
+    assert said in message
+
+
+@given(st.text(max_size=40))
+def test_any_text_as_url_is_a_url_or_a_complaint_on_one_line(written: str) -> None:
+    for candidate in (written, f"http://{written}"):
+        complaint = ""
+        try:
+            url = values.web_url(candidate)
+            assert values.web_url(url) == url
+        except ValueError as error:
+            complaint = str(error)
+
+        assert complaint.isprintable()
+
+
+# The cloud
+
+
+def test_no_key_means_no_cloud() -> None:
+    settings = load_settings(["--cloud-endpoint", "https://api.example.com/v1", "--cloud-model", "m"])
+
+    assert settings.cloud_specs() == ()
+    assert settings.warnings == ["the cloud endpoint is not used: CLOUD_API_KEY is not set"]
+
+
+def test_a_key_makes_the_endpoint_tier_1() -> None:
+    settings = load_settings(["--cloud-api-key", KEY, "--cloud-model", "gpt-5-mini"])
+
+    assert settings.cloud_specs() == (
+        NodeSpec(
+            url="https://api.openai.com/v1",
+            kind="cloud",
+            name="api.openai.com",
+            api_key=KEY,
+            tier=1,
+            default_model="gpt-5-mini",
+        ),
+    )
+
+
+def test_providers_follow_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their keys may stand in the environment or in `.env`."""
+    monkeypatch.setenv("FIRST_KEY", "key-1")
+    (tmp_path / ".env").write_text("Second_Key=key-2\n")
+    providers = [
+        {"endpoint": "https://one.example/v1/", "api_key_env": "FIRST_KEY", "model": "m1", "models": ["m*"]},
+        {"endpoint": "https://two.example/v1", "api_key_env": "Second_Key", "name": "two"},
+        {"endpoint": "https://one.example/v1", "api_key": "key-3"},
+    ]
+    settings = load_settings(["--cloud-api-key", KEY, "--cloud-providers", json.dumps(providers)])
+
+    assert [(node.tier, node.name, node.api_key) for node in settings.cloud_specs()] == [
+        (1, "api.openai.com", KEY),
+        (2, "one.example", "key-1"),
+        (3, "two", "key-2"),
+        (4, "one.example#2", "key-3"),
+    ]
+    assert settings.cloud_specs()[1].models == ("m*",)
+    assert settings.cloud_specs()[1].default_model == "m1"
+
+
+def test_providers_work_without_the_first_endpoint() -> None:
+    settings = load_settings(["--cloud-providers", '[{"endpoint": "https://a/v1", "api_key": "k"}]'])
+
+    assert [node.tier for node in settings.cloud_specs()] == [1]
+    assert settings.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("provider", "said"),
+    [
+        ({"endpoint": "https://a/v1"}, "has no api_key and no api_key_env; a cloud target needs a key"),
+        ({"endpoint": "http://127.0.0.1:1"}, "a cloud target needs a key"),
+        ({"endpoint": "https://a", "api_key": "k", "api_key_env": "K"}, "both api_key and api_key_env"),
+        ({"endpoint": "https://a", "api_key_env": "NOWHERE"}, "the variable NOWHERE is not set"),
+        ({"api_key": "k"}, "has no endpoint"),
+        ({"url": "https://a", "api_key": "k"}, "unknown key 'url'; the keys are name, endpoint,"),
+        ("https://a", "is not an object with endpoint"),
+    ],
+)
+def test_bad_providers_are_refused(provider: object, said: str) -> None:
+    message = refusal("--cloud-providers", json.dumps([provider]))
+
+    assert message.startswith("CLOUD_PROVIDERS: provider 1: ")
+    assert said in message
+
+
+def test_a_cloud_target_may_not_take_a_local_nodes_name() -> None:
+    provider = '[{"endpoint": "https://a/v1", "api_key": "k", "name": "localhost:11434"}]'
+
+    assert refusal("--cloud-providers", provider).startswith(
+        "CLOUD_PROVIDERS: the name 'localhost:11434' is used twice"
+    )
+
+
+def test_a_budget_with_a_cloud_stops_the_start() -> None:
+    """It is not enforced, and a bill must not surprise."""
+    assert refusal("--cloud-api-key", KEY, "--cloud-budget-usd", "20").startswith(
+        "CLOUD_BUDGET_USD: 20 would not be kept"
+    )
+    assert "CLOUD_BUDGET_USD: 0" in refusal("--cloud-api-key", KEY, "--cloud-budget-usd", "0")
+    assert load_settings(["--cloud-budget-usd", "20"]).cloud_budget_usd == 20
+
+
+# Routes
+
+
+def test_routes_keep_their_order() -> None:
+    written = {
+        "gpt-4o": "llama3.2",
+        "gpt-*": {"local": "qwen3:8b", "cloud": "gpt-5-mini", "num_ctx": 8192},
+        "private": {"local": "m", "local_only": "yes"},
+        "no-cloud": {"local": "m", "cloud": False},
+        "null-cloud": {"cloud": None},
+        "cloud-only": {"cloud": "gpt-5"},
+    }
+
+    assert load_settings(["--model-map", json.dumps(written)]).routes_config() == (
+        RouteSpec("gpt-4o", local="llama3.2"),
+        RouteSpec("gpt-*", local="qwen3:8b", cloud="gpt-5-mini", num_ctx=8192),
+        RouteSpec("private", local="m", local_only=True),
+        RouteSpec("no-cloud", local="m", cloud_off=True),
+        RouteSpec("null-cloud", cloud_off=True),
+        RouteSpec("cloud-only", cloud="gpt-5"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("[]", "is not an object such as"),
+        ("llama3", "is not valid JSON"),
+        ({"a": 1}, "'a': 1 is neither a model's name nor an object with local, cloud,"),
+        ({"a": ""}, "'a': '' is not text on one line"),
+        ({"": "b"}, "'': '' is not text"),
+        ({"a": {"locl": "b"}}, "'a': unknown key 'locl'; did you mean 'local'?"),
+        ({"a": {"cloud": True}}, "'a': cloud: True is neither a model's name nor false"),
+        ({"a": {"local_only": "maybe"}}, "'a': local_only: 'maybe' is not true or false"),
+        ({"a": {"num_ctx": 0}}, "'a': num_ctx: 0 is not a whole number of at least 1"),
+        ({"a": {"local_only": True, "cloud": "b"}}, "'a': local_only excludes a cloud model"),
+        ({"a*": "b*"}, "'a*': 'b*' holds a *, which only the requested name may hold"),
+        ('{"a": "b", "a": "c"}', "the key 'a' is given twice"),
+    ],
+)
+def test_bad_routes_are_refused(written: object, said: str) -> None:
+    message = refusal("--model-map", written if isinstance(written, str) else json.dumps(written))
+
+    assert message.startswith("MODEL_MAP: ")
+    assert said in message
+
+
+# Doubts
+
+
+def test_limits_that_never_apply_are_warned_of() -> None:
+    settings = load_settings(["--request-timeout", "60", "--idle-timeout", "60"])
+
+    assert settings.warnings == ["FIRST_TOKEN_TIMEOUT is longer than REQUEST_TIMEOUT, which ends the request first"]
+
+
+def test_a_cloud_key_over_plain_http_is_warned_of() -> None:
+    argv = ["--cloud-api-key", KEY, "--cloud-endpoint"]
+
+    assert "plain http" in load_settings([*argv, "http://api.example.com/v1"]).warnings[0]
+    assert load_settings([*argv, "http://127.0.0.1:9/v1"]).warnings == []
+
+
+def test_an_open_door_is_warned_of() -> None:
+    assert "API_KEYS is not set" in load_settings(["--host", "0.0.0.0"]).warnings[0]
+    assert load_settings(["--host", "0.0.0.0", "--api-keys", "k1"]).warnings == []
+
+
+# The example file
+
+
+def _example_lines() -> list[str]:
+    return re.findall(r"^#?([A-Z_]+=.*)$", EXAMPLE.read_text(), re.MULTILINE)
+
+
+def test_the_example_holds_every_setting_once_and_nothing_else() -> None:
+    names = [line.partition("=")[0].lower() for line in _example_lines()]
+
+    assert sorted(names) == sorted(Settings.model_fields)
+
+
+def test_the_example_loads_as_shipped() -> None:
+    assert load_settings(env_file=EXAMPLE) == load_settings()
+    assert load_settings(env_file=EXAMPLE).warnings == []
+
+
+def test_the_example_shows_the_defaults(tmp_path: Path) -> None:
+    everything = tmp_path / "all.env"
+    everything.write_text("\n".join(_example_lines()))
+
+    assert load_settings(env_file=everything) == load_settings()
+
+
+def test_the_examples_in_the_example_load() -> None:
+    node, route, provider = re.findall(r"^#   ([\[{].*)$", EXAMPLE.read_text(), re.MULTILINE)
+
+    assert nodes(node)
+    assert load_settings(["--model-map", route]).routes_config()
+    assert len(json.loads(provider)) == 1
