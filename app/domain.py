@@ -124,6 +124,7 @@ class Request:
     stream: bool = False
     include_usage: bool = False  # the client wants the usage chunk of a stream
     local_only: bool = False
+    reasoning_content: bool = False  # the client also wants reasoning under that name
     forwarded: tuple[tuple[str, str], ...] = ()  # client headers that a node may see
 
 

@@ -1,0 +1,103 @@
+"""What a raw ASGI endpoint needs: headers, a bounded body, an answer, and notice of a client that left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+from app.errors import BodyTooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGone(Exception):
+    """The client left before its request was whole."""
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """Header values by lower-case name; of a repeated header the last."""
+    return dict(scope["headers"])
+
+
+async def read_body(receive: Receive, declared: bytes | None, limit: int) -> bytes:
+    """The whole body, at most `limit` bytes. Raises `BodyTooLarge` as soon as that is clear, and `ClientGone`."""
+    if declared is not None and declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message["type"] == "http.request" and not message.get("more_body") and len(body) <= limit:
+        return body
+    return await _read_rest(receive, message, limit)
+
+
+async def _read_rest(receive: Receive, message: Message, limit: int) -> bytes:
+    parts, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit // 2**20} MB; shorten it, or raise MAX_BODY_MB")
+
+
+async def send_json(send: Send, status: int, document: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """Sends a whole JSON answer."""
+    body = orjson.dumps(document)
+    whole = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": whole})
+    await send({"type": "http.response.body", "body": body})
+
+
+class ClientWatch:
+    """Cancels the work inside it when the client leaves, and swallows that cancellation; `gone` then tells.
+
+    Enter it when the body has been read: from then on the server has only the client's leaving to report.
+    """
+
+    __slots__ = ("_done", "_receive", "_task", "_watcher", "gone")
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._done = False
+        self._receive = receive
+        self._task: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> ClientWatch:
+        self._task = asyncio.current_task()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        assert self._watcher is not None
+        assert self._task is not None
+        self._watcher.cancel()
+        return self.gone and kind is asyncio.CancelledError and self._task.uncancel() == 0
+
+    def done(self) -> None:
+        """All is about to be sent: what the server reports after that is no leaving."""
+        self._done = True
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._done and self._task is not None:
+            self.gone = True
+            self._task.cancel()

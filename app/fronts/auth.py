@@ -1,0 +1,88 @@
+"""Who may ask. Keys are kept as digests only, and compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable, Mapping
+
+from app.errors import Forbidden, Unauthorized
+from app.fronts.asgi import Scope
+
+_FORWARDED = (b"x-forwarded-for", b"forwarded", b"x-real-ip")
+
+
+class Keyring:
+    """A set of keys. Empty, it admits nobody: whoever has none asks `bool(keyring)` first."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admits(self, token: bytes | None) -> bool:
+        """Takes the same time for every wrong key."""
+        digest = _digest(token or b"")
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(known, digest)
+        return found and token is not None
+
+
+class Doors:
+    """The two questions of every request: may it ask for inference, may it manage."""
+
+    def __init__(self, api_keys: Keyring, admin_keys: Keyring) -> None:
+        self._api_keys = api_keys
+        self._admin_keys = admin_keys
+
+    def check_client(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises `Unauthorized` unless a key is shown; with no API_KEYS everybody may ask."""
+        if not self._api_keys:
+            return
+        token = token_of(headers)
+        # Both are always asked, so that the time tells nothing of which ring a key is on.
+        if not (self._api_keys.admits(token) | self._admin_keys.admits(token)):
+            raise Unauthorized(_told(token))
+
+    def check_admin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Raises `Unauthorized` or `Forbidden`. Without ADMIN_KEYS only this machine itself may manage."""
+        if self._admin_keys:
+            token = token_of(headers)
+            if not self._admin_keys.admits(token):
+                raise Unauthorized(_told(token))
+        elif not _is_local(scope, headers):
+            raise Forbidden(
+                "this is open to clients on the gateway's own machine only; set ADMIN_KEYS to open it to others"
+            )
+
+
+def token_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key that the client showed, as a bearer token or as `x-api-key`."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if token and scheme.lower() == b"bearer":
+        return token.strip()
+    return headers.get(b"x-api-key")
+
+
+def _told(token: bytes | None) -> str:
+    if token is None:
+        return "no API key was sent; send it as 'Authorization: Bearer <key>'"
+    return "the API key is not valid"
+
+
+def _is_local(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+    """A client behind a reverse proxy on this machine comes from loopback too, but is not this machine."""
+    client = scope.get("client")
+    if client is None or any(name in headers for name in _FORWARDED):
+        return False
+    try:
+        return ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,94 @@
+"""The routes that are not hot: models, health, readiness, metrics, admin. FastAPI serves and documents them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NotFound
+from app.fronts.asgi import headers_of
+from app.fronts.auth import Doors
+from app.fronts.models import Models
+from app.fronts.openai_wire import error_document
+from app.fronts.ops import node_view, readiness
+from app.routing.registry import Registry
+
+
+def control_routes(
+    registry: Registry,
+    models: Models,
+    doors: Doors,
+    render_metrics: Callable[[], Awaitable[bytes]],
+    metrics_type: bytes,
+) -> APIRouter:
+    def client(request: Request) -> None:
+        doors.check_client(headers_of(request.scope))
+
+    def admin(request: Request) -> None:
+        doors.check_admin(request.scope, headers_of(request.scope))
+
+    router = APIRouter()
+
+    @router.get("/v1/models", tags=["models"], summary="List what can be asked for", dependencies=[Depends(client)])
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": models.all()}
+
+    @router.get("/v1/models/{name:path}", tags=["models"], summary="Show one model", dependencies=[Depends(client)])
+    async def show_model(name: str) -> dict[str, Any]:
+        return models.one(name)
+
+    @router.get("/health", tags=["operations"], summary="Is Hearth alive?")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready", tags=["operations"], summary="Can a request be served now?")
+    async def ready() -> JSONResponse:
+        able, reason = readiness(registry)
+        return JSONResponse({"ready": able, "reason": reason}, 200 if able else 503)
+
+    @router.get("/metrics", tags=["operations"], summary="Prometheus metrics", dependencies=[Depends(admin)])
+    async def metrics() -> Response:
+        return Response(await render_metrics(), headers={"content-type": metrics_type.decode()})
+
+    @router.get("/admin/nodes", tags=["admin"], summary="Every node and its state", dependencies=[Depends(admin)])
+    async def nodes() -> dict[str, Any]:
+        return {"nodes": [node_view(node) for node in registry]}
+
+    return router
+
+
+def render_errors(app: FastAPI) -> None:
+    """Gives every error of FastAPI's own routes OpenAI's form."""
+
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HearthError)
+        return _json(error)
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return _json(NotFound(f"there is no {request.method} {request.url.path} here; /docs lists the routes"))
+        if error.status_code == 405:
+            return _json(MethodNotAllowed(f"{request.method} is not allowed here"), error.headers)
+        return _json(_with_status(HearthError(str(error.detail)), error.status_code), error.headers)
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        return _json(InvalidRequest("the request does not fit this route; /docs shows what it takes"))
+
+    app.add_exception_handler(HearthError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+
+def _json(error: HearthError, headers: Any = None) -> JSONResponse:
+    return JSONResponse(error_document(error), error.status, headers=dict(headers) if headers else None)
+
+
+def _with_status(error: HearthError, status: int) -> HearthError:
+    error.status = status
+    return error

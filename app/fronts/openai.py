@@ -1,0 +1,207 @@
+"""OpenAI's API for clients: the three inference routes as raw ASGI endpoints, and the list of models."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import traceback
+from collections.abc import Callable
+from http import HTTPStatus
+
+from app.domain import Operation, Outcome, Request, tier_name
+from app.errors import HearthError, MethodNotAllowed, NodeFailure, Unavailable, UnsupportedMediaType
+from app.fronts.asgi import (
+    ClientGone,
+    ClientWatch,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    read_body,
+    send_json,
+)
+from app.fronts.auth import Doors
+from app.fronts.openai_wire import check, decode, error_document, error_event
+from app.routing.dispatch import Dispatcher
+from app.routing.reply import Reply
+from app.routing.trail import Trail
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+_PASSED_ON = (b"traceparent", b"tracestate")
+_TRUE = (b"true", b"1", b"yes", b"on")
+_STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+Report = Callable[[Request | None, str, Operation, Trail, Outcome, HearthError | NodeFailure | None], None]
+
+
+class Inference:
+    """One inference route. Streams and documents take the same way; only the last step differs."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        *,
+        dispatcher: Dispatcher,
+        doors: Doors,
+        report: Report,
+        on_bug: Callable[[str, str], None],
+        max_body_bytes: int,
+        closing: Callable[[], bool],
+    ) -> None:
+        self._operation = operation
+        self._dispatcher = dispatcher
+        self._doors = doors
+        self._report = report
+        self._on_bug = on_bug
+        self._max_body_bytes = max_body_bytes
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(headers_of(scope), send)
+        try:
+            request = await self._read(scope, receive, exchange)
+            with ClientWatch(receive) as watch:
+                reply = await self._dispatcher.dispatch(request, exchange.trail)
+                try:
+                    await exchange.relay(reply, watch)
+                finally:
+                    reply.close()
+        except HearthError as error:
+            await exchange.refuse(error)
+        except ClientGone:
+            pass
+        except Exception:
+            self._on_bug(exchange.id, traceback.format_exc())
+            await exchange.refuse(HearthError("Hearth itself failed; its log says why under this request's id"))
+        finally:
+            self._report(
+                exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error
+            )
+
+    async def _read(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Request:
+        headers = exchange.headers
+        if scope["method"] != "POST":
+            raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST")
+        if self._closing():
+            raise Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
+        self._doors.check_client(headers)
+        _check_media_type(headers)
+        body = await read_body(receive, headers.get(b"content-length"), self._max_body_bytes)
+        fields = decode(body)
+        check(self._operation, fields)
+        stream = fields.get("stream") is True and self._operation is not Operation.EMBEDDING
+        options = fields.get("stream_options") or {}
+        request = Request(
+            id=exchange.id,
+            operation=self._operation,
+            model=fields["model"],
+            body=body,
+            fields=fields,
+            stream=stream,
+            include_usage=stream and options.get("include_usage") is True,
+            local_only=_said(headers, b"x-hearth-local-only"),
+            reasoning_content=_said(headers, b"x-hearth-reasoning-content"),
+            forwarded=_forwarded(headers, exchange.id),
+        )
+        exchange.request = request
+        return request
+
+
+class _Exchange:
+    """One request and what has been answered to it so far."""
+
+    __slots__ = ("_send", "error", "headers", "id", "outcome", "request", "started", "trail")
+
+    def __init__(self, headers: dict[bytes, bytes], send: Send) -> None:
+        self.trail = Trail()
+        self.headers = headers
+        self.id = _request_id(headers.get(b"x-request-id"))
+        self.request: Request | None = None
+        self.outcome = Outcome.ABANDONED  # until something else is known
+        self.error: HearthError | NodeFailure | None = None
+        self.started = False
+        self._send = send
+
+    async def relay(self, reply: Reply, watch: ClientWatch) -> None:
+        """Sends the answer, piece by piece as it comes."""
+        send = self._send
+        headers = [(b"content-type", reply.content_type), *self._served_by()]
+        if reply.over:
+            headers.append((b"content-length", b"%d" % len(reply.first)))
+        else:
+            headers += _STREAM_HEADERS
+        self.started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        data = reply.first
+        try:
+            while not reply.over:
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = await reply.next()
+            self.outcome = Outcome.OK
+        except NodeFailure as failure:
+            self.error, self.outcome = failure, Outcome.FAILED
+            data = error_event(failure)
+        watch.done()
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def refuse(self, error: HearthError) -> None:
+        """Answers with an error, unless an answer has begun."""
+        self.error = error
+        self.outcome = Outcome.REFUSED if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.FAILED
+        if self.started:
+            return
+        self.started = True
+        headers = [*self._served_by(), (b"x-hearth-error-source", error.source.encode())]
+        if error.retry_after_seconds is not None:
+            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_seconds))))
+        if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append((b"allow", b"POST"))
+        if error.status == HTTPStatus.UNAUTHORIZED:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send_json(self._send, error.status, error_document(error), headers)
+
+    def _served_by(self) -> Headers:
+        trail = self.trail
+        headers = [(b"x-request-id", self.id.encode())]
+        if trail.node:
+            headers += [
+                (b"x-hearth-node", _header(trail.node)),
+                (b"x-hearth-tier", tier_name(trail.tier).encode()),
+                (b"x-hearth-attempts", b"%d" % trail.tried),
+                (b"x-hearth-model", _header(trail.model)),
+            ]
+        if trail.fallback:
+            headers.append((b"x-hearth-fallback", trail.fallback.encode()))
+        return headers
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own id where it is a sane one: it goes into logs, headers and to the node."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return secrets.token_hex(12)
+
+
+def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str, str], ...]:
+    """What a node sees of the client's headers: ids for tracing. Keys, cookies and addresses stay here."""
+    traced = ((name.decode(), headers[name].decode("latin-1")) for name in _PASSED_ON if name in headers)
+    return (("x-request-id", request_id), *traced)
+
+
+def _said(headers: dict[bytes, bytes], name: bytes) -> bool:
+    return name in headers and headers[name].lower() in _TRUE
+
+
+def _check_media_type(headers: dict[bytes, bytes]) -> None:
+    media_type = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        raise UnsupportedMediaType("send the body as 'Content-Type: application/json'")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise UnsupportedMediaType("send the body without a content encoding")
+
+
+def _header(value: str) -> bytes:
+    """A header value from a configured or listed name, which may hold anything."""
+    return value.encode("ascii", "backslashreplace").replace(b"\r", b"").replace(b"\n", b"")

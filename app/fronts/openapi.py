@@ -1,0 +1,132 @@
+"""Documents the raw inference routes, which FastAPI cannot see into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+_STRING: dict[str, Any] = {"type": "string"}
+_MODEL = {"type": "string", "minLength": 1, "maxLength": 512, "pattern": r"\S", "description": "One of GET /v1/models."}
+_STREAM = {"type": ["boolean", "null"], "description": "Send the answer as server-sent events as it is made."}
+_STREAM_OPTIONS = {
+    "type": ["object", "null"],
+    "properties": {"include_usage": {"type": ["boolean", "null"], "description": "Send a last chunk with usage."}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string", "minLength": 1}, "content": {}},
+    "examples": [{"role": "user", "content": "Hi"}],
+}
+_LOCAL_ONLY = {
+    "name": "X-Hearth-Local-Only",
+    "in": "header",
+    "description": "`true` keeps this request on local nodes, whatever happens.",
+    "schema": {"type": "string", "enum": ["true", "false"]},
+}
+
+_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        "Answer a conversation",
+        {
+            "required": ["model", "messages"],
+            "properties": {
+                "model": _MODEL,
+                "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+                "stream": _STREAM,
+                "stream_options": _STREAM_OPTIONS,
+            },
+        },
+    ),
+    "/v1/completions": (
+        "Continue a text",
+        {
+            "required": ["model", "prompt"],
+            "properties": {
+                "model": _MODEL,
+                "prompt": {"oneOf": [_STRING, {"type": "array", "minItems": 1}]},
+                "stream": _STREAM,
+                "stream_options": _STREAM_OPTIONS,
+            },
+        },
+    ),
+    "/v1/embeddings": (
+        "Turn texts into vectors",
+        {
+            "required": ["model", "input"],
+            "properties": {"model": _MODEL, "input": {"oneOf": [_STRING, {"type": "array", "minItems": 1}]}},
+        },
+    ),
+}
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _STRING,
+                "type": _STRING,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+_ERRORS = {
+    "400": "The request is wrong; `error.message` says how to mend it.",
+    "401": "The API key is missing or wrong.",
+    "403": "The request may not be served where it would have to be.",
+    "404": "No node serves the model.",
+    "405": "Use POST.",
+    "413": "The body is too large.",
+    "415": "The body is not `application/json`.",
+    "422": "A node could not make sense of the request.",
+    "429": "Every node is at its limit; see `Retry-After`.",
+    "502": "Every node that was tried failed.",
+    "503": "No node can serve now; see `Retry-After`.",
+    "504": "No node answered in time.",
+}
+
+
+def documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """An `openapi` method for the app that adds the inference routes to what FastAPI knows."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR
+            schema["paths"] |= {path: {"post": _operation(path)} for path in _ROUTES}
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    return openapi
+
+
+def _operation(path: str) -> dict[str, Any]:
+    summary, body = _ROUTES[path]
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _STRING}}
+    errors = {
+        status: {
+            "description": text,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        }
+        for status, text in _ERRORS.items()
+    }
+    return {
+        "summary": summary,
+        "operationId": path.removeprefix("/v1/").replace("/", "_"),
+        "tags": ["inference"],
+        "description": "OpenAI's request and answer; every field beyond these goes to the node as it is.",
+        "parameters": [_LOCAL_ONLY],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True, **body}}},
+        },
+        "responses": {"200": {"description": "The answer.", "content": answer}, **errors},
+    }

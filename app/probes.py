@@ -1,0 +1,218 @@
+"""Looks after the nodes: what kind they are, whether they are up, what they serve. No inference, no model load.
+
+Each node has a loop of its own, so that a hanging one delays nobody. The control plane's client is httpx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+from app.domain import LoadedModel, ModelInfo, NodeState
+from app.providers.base import Health, Kind
+from app.providers.urls import join
+from app.routing.registry import Node, Registry
+from app.telemetry.logs import Logger
+
+# A node is called down after this much bad evidence in a row. A node at work that is slow to answer is half a case.
+_DOWN_AT = 2.0
+_SLOW_BUT_BUSY = 0.5
+_UP_AFTER = 2  # good probes in a row, once it was down
+_SOON_SECONDS = 0.5  # to the next probe while the evidence is not enough
+_JITTER = 0.1
+_ANSWER_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One probe's result. `weight` is how much it speaks against the node."""
+
+    health: Health
+    models: list[ModelInfo] | None = None
+    loaded: Mapping[str, LoadedModel] | None = None
+    weight: float = 0.0
+
+
+class _Bad(Exception):
+    """A probe failed; `slow` when the node may only be busy."""
+
+    def __init__(self, reason: str, *, slow: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.slow = slow
+
+
+class Prober:
+    """Watches every node of the registry until it is cancelled."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        kinds: Sequence[Kind],
+        *,
+        interval_seconds: float,
+        timeout_seconds: float,
+        log: Logger,
+        verify: Any = True,
+    ) -> None:
+        self._registry = registry
+        self._kinds = kinds  # in the order in which they are recognised
+        self._interval = interval_seconds
+        self._timeout = timeout_seconds
+        self._log = log
+        self._verify = verify
+        self._wake: dict[Node, asyncio.Event] = {node: asyncio.Event() for node in registry}
+        self._pending = set(self._wake)
+        self.first_round = asyncio.Event()
+
+    def suspect(self, node: Node) -> None:
+        """A request met trouble: look at the node now rather than at its turn."""
+        if node in self._wake:
+            self._wake[node].set()
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_keepalive_connections=None, keepalive_expiry=3.5)
+        timeout = httpx.Timeout(self._timeout)
+        async with (
+            httpx.AsyncClient(limits=limits, timeout=timeout, verify=self._verify, trust_env=False) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            if not self._wake:
+                self.first_round.set()
+            for node in self._wake:
+                tasks.create_task(self._watch(client, node), name=f"probe {node.name}")
+
+    async def _watch(self, client: httpx.AsyncClient, node: Node) -> None:
+        against, good = 0.0, 0
+        while True:
+            self._wake[node].clear()
+            seen = await self._look(client, node)
+            against = against + seen.weight if seen.weight else 0.0
+            good = 0 if seen.weight else good + 1
+            settled = self._judge(node, seen, against, good)
+            self._pending.discard(node)
+            if not self._pending:
+                self.first_round.set()
+            await self._pause(node, self._interval if settled else _SOON_SECONDS)
+
+    def _judge(self, node: Node, seen: _Seen, against: float, good: int) -> bool:
+        """Tells the registry what is now believed; False when one more probe should come soon."""
+        before = node.state
+        if seen.weight:
+            settled = before is NodeState.DOWN or against >= _DOWN_AT or before is NodeState.UNKNOWN
+            if settled:
+                self._registry.observe(node, seen.health)
+        else:
+            settled = before is not NodeState.DOWN or good >= _UP_AFTER
+            if settled:
+                self._registry.observe(node, seen.health, seen.models, seen.loaded)
+        if node.state is not before:
+            self._log.info("node changed", node=node.name, state=node.state, before=before, reason=node.reason)
+        return settled
+
+    async def _pause(self, node: Node, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds * random.uniform(1 - _JITTER, 1 + _JITTER)):
+                await self._wake[node].wait()
+            await asyncio.sleep(_SOON_SECONDS * random.random())  # many requests may raise the same suspicion
+        except TimeoutError:
+            pass
+
+    async def _look(self, client: httpx.AsyncClient, node: Node) -> _Seen:
+        try:
+            async with asyncio.timeout(self._timeout * 2):
+                kind = node.kind or await self._recognise(client, node)
+                return await self._probe(client, node, kind)
+        except _Bad as bad:
+            slow = bad.slow and node.in_flight > 0
+            return _Seen(Health(NodeState.DOWN, bad.reason), weight=_SLOW_BUT_BUSY if slow else 1.0)
+        except TimeoutError:
+            weight = _SLOW_BUT_BUSY if node.in_flight else 1.0
+            return _Seen(Health(NodeState.DOWN, "does not answer probes in time"), weight=weight)
+
+    async def _probe(self, client: httpx.AsyncClient, node: Node, kind: Kind) -> _Seen:
+        probe = kind.probe
+        health = probe.health(*await self._get(client, node, probe.health_path))
+        if health.state is NodeState.DOWN:
+            raise _Bad(health.reason)
+        if health.state is not NodeState.HEALTHY:
+            return _Seen(health)
+        models = None if node.spec.models and not node.cloud else await self._models(client, node, kind)
+        return _Seen(health, models, await self._loaded(client, node, kind))
+
+    async def _models(self, client: httpx.AsyncClient, node: Node, kind: Kind) -> list[ModelInfo] | None:
+        status, document = await self._get(client, node, kind.probe.models_path)
+        if node.cloud and status != httpx.codes.OK:
+            return None  # not every cloud lists its models
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise _Bad("refuses the key when asked for its models; set the node's api_key")
+        try:
+            return kind.probe.models(document)
+        except ValueError as error:
+            raise _Bad(f"its list of models cannot be read: {error}") from error
+
+    async def _loaded(self, client: httpx.AsyncClient, node: Node, kind: Kind) -> dict[str, LoadedModel] | None:
+        if kind.probe.loaded_path is None or kind.probe.loaded is None:
+            return None
+        try:
+            status, document = await self._get(client, node, kind.probe.loaded_path)
+            return {model.name: model for model in kind.probe.loaded(document)} if status == httpx.codes.OK else None
+        except (_Bad, ValueError):
+            return None  # slow while a model loads: no reason to call the node down
+
+    async def _recognise(self, client: httpx.AsyncClient, node: Node) -> Kind:
+        """Finds the node's kind by what only that kind answers."""
+        answers: dict[str, tuple[int, Any]] = {}
+        for kind in self._kinds:
+            for signature in kind.signatures:
+                if signature.path not in answers:
+                    answers[signature.path] = await self._get(client, node, signature.path)
+            if kind.signatures and all(sign.matches(*answers[sign.path]) for sign in kind.signatures):
+                self._registry.become(node, kind)
+                self._log.info("node recognised", node=node.name, kind=kind.name)
+                return kind
+        raise _Bad("answers, but as no kind of node that Hearth knows; set its kind")
+
+    async def _get(self, client: httpx.AsyncClient, node: Node, path: str) -> tuple[int, Any]:
+        """Status, and the JSON document or None. Raises `_Bad` when there is no answer."""
+        headers = {"authorization": f"Bearer {node.spec.api_key}"} if node.spec.api_key else {}
+        try:
+            async with client.stream("GET", join(node.spec.url, path), headers=headers) as response:
+                body = b""
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > _ANSWER_BYTES:
+                        raise _Bad("answers probes with endless data")
+        except httpx.ConnectTimeout as error:
+            raise _Bad("no connection in time; is its address right, and no firewall between?") from error
+        except httpx.ConnectError as error:
+            raise _Bad(_connect_reason(error)) from error
+        except httpx.TimeoutException as error:
+            raise _Bad("does not answer probes in time", slow=True) from error
+        except httpx.HTTPError as error:
+            raise _Bad(f"does not answer as an HTTP server does ({type(error).__name__})") from error
+        return response.status_code, _json(body)
+
+
+def _connect_reason(error: httpx.ConnectError) -> str:
+    text = str(error).lower()
+    if "refused" in text:
+        return "connection refused"
+    if "certificate" in text or "ssl" in text:
+        return "its TLS certificate was not accepted"
+    if "name" in text or "getaddrinfo" in text or "nodename" in text:
+        return "its name could not be resolved"
+    return "all connection attempts failed" if not text else text[:100]
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None

@@ -1,0 +1,74 @@
+"""One try on one node: a slot, the breaker's permit, and exactly one outcome."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from app.domain import AttemptRecord, Failure, Outcome
+from app.errors import HearthError, NodeFailure
+from app.routing.admission import Slot
+from app.routing.breaker import Permit
+from app.routing.registry import Node
+from app.routing.trail import Trail
+
+_BUSY_SECONDS = 1.0  # how long a node that said "busy" is asked last, unless it names a time
+_BUSY_SECONDS_MAX = 30.0
+
+
+class Observer(Protocol):
+    """Who wants to hear of attempts."""
+
+    def attempt(self, node: Node, record: AttemptRecord) -> None: ...
+
+
+class Attempt:
+    """Settle it with one of `succeed`, `fail`, `refuse`, `abandon`: the first counts, the others do nothing."""
+
+    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_trail", "candidate")
+
+    def __init__(self, slot: Slot, permit: Permit | None, trail: Trail, observer: Observer) -> None:
+        self.candidate = slot.candidate
+        self._slot = slot
+        self._permit = permit
+        self._trail = trail
+        self._observer = observer
+        self._began = time.perf_counter()
+        self._settled = False
+
+    @property
+    def open(self) -> bool:
+        return not self._settled
+
+    def succeed(self) -> None:
+        if self._permit is not None and not self._settled:
+            self._permit.succeed()
+        self._settle(Outcome.OK)
+
+    def fail(self, failure: NodeFailure) -> None:
+        if self._permit is not None and not self._settled and failure.counts:
+            self._permit.fail(failure)
+        if failure.failure is Failure.BUSY and not self._settled:
+            wait = min(failure.retry_after_seconds or _BUSY_SECONDS, _BUSY_SECONDS_MAX)
+            node = self.candidate.node
+            node.penalty_until = max(node.penalty_until, time.monotonic() + wait)
+        self._settle(Outcome.FAILED, failure.failure, failure.message)
+
+    def refuse(self, error: HearthError) -> None:
+        self._settle(Outcome.REFUSED, None, error.message)
+
+    def abandon(self) -> None:
+        self._settle(Outcome.ABANDONED)
+
+    def _settle(self, outcome: Outcome, failure: Failure | None = None, message: str = "") -> None:
+        if self._settled:
+            return
+        self._settled = True
+        if self._permit is not None:
+            self._permit.neutral()  # does nothing after an outcome
+        self._slot.release()
+        node = self.candidate.node
+        ms = (time.perf_counter() - self._began) * 1000
+        record = AttemptRecord(node.name, node.spec.tier, outcome, failure, message, ms)
+        self._trail.attempts.append(record)
+        self._observer.attempt(node, record)

@@ -1,0 +1,99 @@
+"""Which candidates one request still has, and what became of those that it tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from app.domain import Failure, NodeState, Request
+from app.errors import NodeFailure
+from app.routing.gate import cloud_refusal
+from app.routing.registry import Candidate, Node, Registry
+from app.routing.routes import Route
+from app.routing.trail import Trail
+
+_ROUTABLE = (NodeState.HEALTHY, NodeState.UNKNOWN)
+
+
+class Plan:
+    """Which candidates one request still has, and what became of those that it tried."""
+
+    def __init__(self, request: Request, route: Route, registry: Registry, trail: Trail, deadline: float) -> None:
+        self.request = request
+        self.route = route
+        self.trail = trail
+        self.deadline = deadline
+        self.failures: list[tuple[Candidate, NodeFailure]] = []
+        self.committed = False
+        self.cloud_refusal = cloud_refusal(request, route)
+        self._registry = registry
+        self._tried: set[Node] = set()
+
+    def tiers(self) -> Iterable[list[Candidate]]:
+        """Who may be asked next, tier by tier: the cloud only where the gate lets the request through."""
+        yield self.local()
+        if self.cloud_refusal is None:
+            for node in self._registry.cloud():
+                name = node.cloud_name(self.route.cloud)
+                if name is not None and self._open(node):
+                    yield [Candidate(node, name)]
+
+    def local(self) -> list[Candidate]:
+        return self.open(self._local())
+
+    def open(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that may still be asked."""
+        return [candidate for candidate in candidates if self._open(candidate.node)]
+
+    def local_nodes(self) -> list[Node]:
+        """Local nodes that serve the model, or may: those that were never reached."""
+        if self.route.local is None:
+            return []
+        return [candidate.node for candidate in self._local()] or self._registry.unlisted() or self._registry.local()
+
+    def has_cloud(self) -> bool:
+        return bool(self._registry.cloud())
+
+    def last_resort(self) -> list[Candidate]:
+        """Local nodes that are up but under suspicion: still loading, or failing although probes say that they are up.
+
+        Only for when nobody else is left: refusing every request for a while would help nobody.
+        """
+        return [
+            candidate
+            for candidate in self._local()
+            if candidate.node not in self._tried
+            and not candidate.node.draining
+            and candidate.node.kind is not None
+            and candidate.node.state in (NodeState.LOADING, NodeState.HEALTHY)
+        ]
+
+    def choose(self, candidate: Candidate) -> None:
+        self._tried.add(candidate.node)
+
+    def failed(self, candidate: Candidate, failure: NodeFailure) -> None:
+        self.failures.append((candidate, failure))
+
+    def more_candidates(self) -> bool:
+        return any(any(tier) for tier in self.tiers())
+
+    def may_wait(self) -> bool:
+        """Whether it makes sense to try again later: somebody only said that it is busy."""
+        return any(failure.failure is Failure.BUSY for _, failure in self.failures)
+
+    def forgive_busy(self) -> bool:
+        """Lets nodes that were only busy be asked once more; False when there are none."""
+        busy = {candidate.node for candidate, failure in self.failures if failure.failure is Failure.BUSY}
+        self._tried -= busy
+        return bool(busy)
+
+    def _local(self) -> Iterable[Candidate]:
+        return () if self.route.local is None else self._registry.serving(self.route.local)
+
+    def _open(self, node: Node) -> bool:
+        return (
+            node.state in _ROUTABLE
+            and not node.draining
+            and node.kind is not None
+            and node not in self._tried
+            and node.breaker.would_admit()
+        )

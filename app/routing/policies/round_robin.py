@@ -1,0 +1,12 @@
+"""The node that was chosen longest ago comes first."""
+
+from __future__ import annotations
+
+from app.routing.registry import Candidate
+
+
+class RoundRobin:
+    """In turn over whichever nodes can serve, so that one node's absence leaves no gap in the order."""
+
+    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+        return sorted(candidates, key=lambda candidate: candidate.node.picked)

@@ -1,0 +1,173 @@
+"""The nodes and what is known of each: state, models, load. What this page shows is what routing uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from app.domain import LOCAL_TIER, LoadedModel, ModelInfo, NodeSpec, NodeState
+from app.providers.base import Health, Kind
+from app.routing.breaker import Breaker
+from app.routing.names import canonical, matches
+
+_CACHED_NAMES = 1024
+
+
+class Node:
+    """One upstream server as Hearth sees it now.
+
+    `in_flight` is changed by `Slot` alone. A node that leaves and comes back is a new object, so that old requests
+    settle their accounts with the old one.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_key",
+        "_names",
+        "breaker",
+        "draining",
+        "in_flight",
+        "kind",
+        "loaded",
+        "models",
+        "name",
+        "penalty_until",
+        "picked",
+        "reason",
+        "spec",
+        "state",
+    )
+
+    def __init__(self, spec: NodeSpec, breaker: Breaker, kind: Kind | None = None) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.breaker = breaker
+        self.kind: Kind | None = None
+        self.state = NodeState.UNKNOWN
+        self.reason = "not reached yet"
+        self.models: Mapping[str, ModelInfo] | None = None  # by the node's own name; None = not known yet
+        self.loaded: Mapping[str, LoadedModel] | None = None  # None = this kind does not say
+        self.in_flight = 0
+        self.penalty_until = 0.0  # monotonic seconds; until then it is asked last
+        self.picked = 0  # when it was last chosen, in choices
+        self.draining = False
+        self._names: dict[str, str] = {}
+        self._key: Callable[[str], str | None] = str.lower
+        if kind is not None:
+            self.become(kind)
+
+    @property
+    def cloud(self) -> bool:
+        return self.spec.tier != LOCAL_TIER
+
+    @property
+    def full(self) -> bool:
+        limit = self.spec.max_concurrency
+        return limit is not None and self.in_flight >= limit
+
+    def become(self, kind: Kind) -> None:
+        """Takes on the kind that it was said or found to be."""
+        self.kind = kind
+        self._key = canonical if kind.names_have_tags else str.lower
+        if self.spec.models and not self.cloud:
+            self.list_models([ModelInfo(name) for name in self.spec.models])
+
+    def list_models(self, models: Iterable[ModelInfo]) -> None:
+        """Takes the models that the node serves; the operator's own list, where given, limits it."""
+        self.models = {model.name: model for model in models}
+        self._names = {}
+        for name in self.models:
+            self._names.setdefault(self._key(name) or name, name)
+        # An exact name wins over one that differs in case only.
+        self._names.update({name: name for name in self.models})
+
+    def own_name(self, name: str) -> str | None:
+        """The node's own name for the model that a client calls `name`, or None when it does not serve it."""
+        return self._names.get(name) or self._names.get(self._key(name) or "")
+
+    def cloud_name(self, wanted: str | None) -> str | None:
+        """The model to ask this cloud target for: `wanted`, else its default; None when it may not be asked for it."""
+        name = wanted or self.spec.default_model
+        if name is None or (self.spec.models and not any(matches(pattern, name) for pattern in self.spec.models)):
+            return None
+        return name
+
+    def holds(self, own_name: str) -> bool:
+        """Whether the model is in memory; True when the kind does not say."""
+        return self.loaded is None or own_name in self.loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that can serve a request now, and its own name for the model."""
+
+    node: Node
+    model: str
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return (self.node.models or {}).get(self.model)
+
+
+class Registry:
+    """All nodes, local ones and cloud targets."""
+
+    def __init__(self, nodes: Iterable[Node], on_change: Callable[[], None] = lambda: None) -> None:
+        self._nodes = list(nodes)
+        self._serving: dict[str, tuple[Candidate, ...]] = {}
+        self.on_change = on_change
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes)
+
+    def local(self) -> list[Node]:
+        return [node for node in self._nodes if not node.cloud]
+
+    def cloud(self) -> list[Node]:
+        """Cloud targets in the order in which they are tried."""
+        return sorted((node for node in self._nodes if node.cloud), key=lambda node: node.spec.tier)
+
+    def serving(self, name: str) -> tuple[Candidate, ...]:
+        """Local nodes that list the model, whatever their state."""
+        found = self._serving.get(name)
+        if found is None:
+            if len(self._serving) >= _CACHED_NAMES:  # names come from clients
+                self._serving.clear()
+            found = tuple(
+                Candidate(node, own) for node in self._nodes if not node.cloud and (own := node.own_name(name))
+            )
+            self._serving[name] = found
+        return found
+
+    def known_models(self) -> set[str]:
+        """Every name that a local node lists."""
+        return {name for node in self._nodes if not node.cloud for name in node.models or ()}
+
+    def unlisted(self) -> list[Node]:
+        """Local nodes whose models are not known yet: any of them may serve any name."""
+        return [node for node in self._nodes if not node.cloud and node.models is None]
+
+    def observe(
+        self,
+        node: Node,
+        health: Health,
+        models: Iterable[ModelInfo] | None = None,
+        loaded: Mapping[str, LoadedModel] | None = None,
+    ) -> None:
+        """Takes what a probe saw. None for `models` or `loaded` leaves what was known."""
+        changed = node.state is not health.state
+        node.state, node.reason = health.state, health.reason
+        if models is not None:
+            listed = {model.name: model for model in models}
+            if listed != node.models:
+                node.list_models(listed.values())
+                self._serving.clear()
+                changed = True
+        if loaded is not None:
+            node.loaded = loaded
+        if changed:
+            self.on_change()
+
+    def become(self, node: Node, kind: Kind) -> None:
+        node.become(kind)
+        self._serving.clear()

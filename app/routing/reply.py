@@ -1,0 +1,63 @@
+"""An answer that has begun: what is left of it, and the end of its attempt."""
+
+from __future__ import annotations
+
+from app.errors import NodeFailure
+from app.providers.base import Answer
+from app.routing.attempt import Attempt
+from app.routing.trail import Trail
+from app.upstream import NodeResponse
+
+
+class Reply:
+    """An answer that has begun. Read it with `next` until it is `over`, and close it always."""
+
+    __slots__ = ("_answer", "_attempt", "_finished", "_response", "_trail", "first", "over")
+
+    def __init__(
+        self, attempt: Attempt, response: NodeResponse, answer: Answer, trail: Trail, first: bytes, over: bool
+    ) -> None:
+        self._attempt = attempt
+        self._response = response
+        self._answer = answer
+        self._trail = trail
+        self._finished = over
+        self.first = first
+        self.over = over
+        if over:
+            self._complete()
+
+    @property
+    def content_type(self) -> bytes:
+        return self._answer.content_type
+
+    async def next(self) -> bytes:
+        """The client's next bytes; b"" only when over. Raises `NodeFailure` when the node broke after the commit."""
+        try:
+            while not self._finished:
+                data = await self._response.read()
+                out = self._answer.feed(data) if data else b""
+                if not data or self._answer.ended:
+                    out += self._answer.finish()
+                    self._complete()
+                if out:
+                    return out
+        except NodeFailure as failure:
+            self._attempt.fail(failure)
+            raise
+        if not self.over:
+            await self._response.drain()
+            self.over = True
+        return b""
+
+    def _complete(self) -> None:
+        self._finished = True
+        self.over = self._response.at_end
+        self._trail.usage = self._answer.usage
+        self._trail.finish_reason = self._answer.finish_reason
+        self._attempt.succeed()
+
+    def close(self) -> None:
+        """Stops the node when it is still at work, and settles the attempt."""
+        self._response.close()
+        self._attempt.abandon()

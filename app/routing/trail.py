@@ -1,0 +1,31 @@
+"""What happened to one request, from its arrival to its last byte: for headers, the log line and metrics."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from app.domain import AttemptRecord, Usage
+
+
+@dataclass(slots=True)
+class Trail:
+    """Filled in as the request goes on. Times are seconds on the monotonic clock."""
+
+    started: float = field(default_factory=time.perf_counter)
+    route: str = ""
+    policy: str = ""
+    node: str = ""  # the one that was asked last
+    tier: int = 0
+    model: str = ""  # the name that it was asked for
+    fallback: str = ""  # why it was not the first choice
+    candidates: int = 0  # how many could serve when it was chosen
+    queued_seconds: float = 0.0
+    first_content: float | None = None
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    tried: int = 0
+    usage: Usage | None = None
+    finish_reason: str | None = None
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started

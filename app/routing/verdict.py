@@ -1,0 +1,75 @@
+"""What a client is told when nobody could serve its request."""
+
+from __future__ import annotations
+
+from app.domain import Failure
+from app.errors import AllAttemptsFailed, Forbidden, HearthError, NodeFailure, Unavailable
+from app.routing.plan import Plan
+from app.routing.registry import Node
+
+_RETRY_AFTER_SECONDS = 2.0
+_TIMEOUTS = (Failure.CONNECT_TIMEOUT, Failure.FIRST_TOKEN_TIMEOUT, Failure.IDLE_TIMEOUT, Failure.DEADLINE)
+
+
+def nobody_left(plan: Plan) -> HearthError:
+    """The error that ends a request: it names every node that was tried or could not be, and why."""
+    if plan.failures:
+        return _all_failed(plan)
+    if plan.route.local is None and plan.cloud_refusal is not None:
+        return Forbidden(f"only the cloud serves this model, and {plan.cloud_refusal}", code="local_only")
+    return _none_available(plan)
+
+
+def _all_failed(plan: Plan) -> AllAttemptsFailed:
+    tried = "; ".join(f"{candidate.node.name}: {_said(failure)}" for candidate, failure in plan.failures)
+    last = plan.failures[-1][1]
+    busy = [failure for _, failure in plan.failures if failure.failure is Failure.BUSY]
+    retry_after = max((failure.retry_after_seconds or _RETRY_AFTER_SECONDS for failure in busy), default=None)
+    return AllAttemptsFailed(
+        f"every node that was tried failed ({tried}){_cloud_note(plan)}",
+        status=_status(last),
+        code=last.failure.value,
+        retry_after_seconds=retry_after,
+    )
+
+
+def _status(failure: NodeFailure) -> int:
+    """A node's own 429 or 503 stays; every other breakage of a node is a bad gateway, or its silence a timeout."""
+    if failure.failure is Failure.BUSY:
+        return failure.status if failure.status in (429, 503) else 503
+    if failure.failure in _TIMEOUTS:
+        return 504
+    if failure.failure is Failure.MODEL_MISSING:
+        return 404
+    return 502
+
+
+def _said(failure: NodeFailure) -> str:
+    return f"{failure.failure.value.replace('_', ' ')}: {failure.message}" if failure.message else failure.failure.value
+
+
+def _none_available(plan: Plan) -> Unavailable:
+    nodes = plan.local_nodes()
+    if not nodes:
+        why = "no local node is configured; set LOCAL_NODES"
+    else:
+        why = "; ".join(f"{node.name}: {_why_not(node)}" for node in nodes)
+    waits = [wait for node in nodes if (wait := node.breaker.retry_after_seconds())]
+    return Unavailable(
+        f"no node can serve this model now ({why}){_cloud_note(plan)}",
+        retry_after_seconds=min(waits, default=_RETRY_AFTER_SECONDS),
+    )
+
+
+def _why_not(node: Node) -> str:
+    if node.draining:
+        return "draining"
+    if node.breaker.state != "closed":
+        return f"left alone after failures, the last: {node.breaker.reason}"
+    return f"{node.state.value}, {node.reason}" if node.reason else node.state.value
+
+
+def _cloud_note(plan: Plan) -> str:
+    if plan.cloud_refusal is not None and plan.has_cloud():
+        return f"; the cloud was not asked: {plan.cloud_refusal}"
+    return ""

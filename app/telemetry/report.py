@@ -1,0 +1,99 @@
+"""The end of a request, told once: one log line, and the metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
+from app.errors import HearthError, NodeFailure
+from app.routing.trail import Trail
+from app.telemetry.logs import Logger
+from app.telemetry.metrics import Metrics
+
+UNROUTED = "unrouted"
+
+
+class Reporter:
+    """Writes one line and counts once for every request, whatever it came to."""
+
+    def __init__(self, log: Logger, metrics: Metrics, policy: str) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._policy = policy
+
+    def __call__(
+        self,
+        request: Request | None,
+        request_id: str,
+        operation: Operation,
+        trail: Trail,
+        outcome: Outcome,
+        error: HearthError | NodeFailure | None,
+    ) -> None:
+        trail.route = trail.route or UNROUTED
+        self._metrics.request(operation, trail, outcome)
+        fields = self._fields(request, request_id, operation, trail, outcome, error)
+        if outcome is Outcome.FAILED:
+            self._log.warning("request", **fields)
+        else:
+            self._log.info("request", **fields)
+
+    def bug(self, request_id: str, trace: str) -> None:
+        """A fault of Hearth's own."""
+        self._log.error("bug", id=request_id, trace=trace)
+
+    def _fields(
+        self,
+        request: Request | None,
+        request_id: str,
+        operation: Operation,
+        trail: Trail,
+        outcome: Outcome,
+        error: HearthError | NodeFailure | None,
+    ) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "id": request_id,
+            "operation": operation,
+            "outcome": outcome,
+            "ms": _ms(trail.seconds()),
+            "route": trail.route,
+        }
+        if request is not None:
+            fields["asked"] = request.model[:100]
+            fields["stream"] = request.stream
+        if trail.node:
+            fields |= {"node": trail.node, "tier": tier_name(trail.tier), "model": trail.model, "why": self._why(trail)}
+            fields["attempts"] = [_attempt(record) for record in trail.attempts]
+        if trail.fallback:
+            fields["fallback"] = trail.fallback
+        if trail.queued_seconds:
+            fields["queued_ms"] = _ms(trail.queued_seconds)
+        if trail.first_content is not None:
+            fields["first_content_ms"] = _ms(trail.first_content - trail.started)
+        if trail.usage is not None:
+            fields |= {"tokens_in": trail.usage.prompt_tokens, "tokens_out": trail.usage.completion_tokens}
+            if trail.usage.cached_tokens:
+                fields["tokens_cached"] = trail.usage.cached_tokens
+        if trail.finish_reason is not None:
+            fields["finish_reason"] = trail.finish_reason
+        if error is not None:
+            fields["error"] = error.message
+            fields["status"] = error.status
+        return fields
+
+    def _why(self, trail: Trail) -> str:
+        """Why this node, in a few words."""
+        if trail.candidates <= 1:
+            return "only candidate"
+        return f"{self._policy} over {trail.candidates}"
+
+
+def _attempt(record: AttemptRecord) -> dict[str, Any]:
+    told: dict[str, Any] = {"node": record.node, "outcome": record.outcome, "ms": round(record.ms, 1)}
+    if record.failure is not None:
+        told |= {"failure": record.failure, "message": record.message}
+    return told
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)
