@@ -1,0 +1,163 @@
+"""When to try again. The only module that knows tenacity.
+
+    retry = Retry(settings.max_attempts)  # one for all requests
+
+    async for attempt in retry.attempts(plan):
+        with attempt:
+            return await ask_next_node(plan)
+
+Only a `NodeFailure` leads to another attempt: at once while a node is left untried, after a wait when one that was
+busy may be asked again. When attempts, time or nodes run out, the loop raises the last `NodeFailure`. Everything else,
+cancellation included, passes straight through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from tenacity import (
+    AsyncRetrying,
+    AttemptManager,
+    DoSleep,
+    RetryCallState,
+    retry_if_exception_type,
+)
+
+from app.domain import Failure
+from app.errors import NodeFailure
+
+FIRST_BACKOFF_SECONDS = 0.2  # doubled for each further wait of a request
+BACKOFF_SECONDS_MAX = 2.0
+_DOUBLINGS_MAX = 10  # more would only overflow
+# A node that wants a longer pause is not waited for: the client is told instead, and can do something else.
+WAIT_SECONDS_MAX = 30.0
+
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Prospects(Protocol):
+    """What one request can still hope for. Asked after each failure."""
+
+    @property
+    def deadline(self) -> float:
+        """The time of the event loop at which the request must be over."""
+        ...
+
+    def more_candidates(self) -> bool:
+        """Whether a node is left that was not tried yet."""
+        ...
+
+    def may_wait(self) -> bool:
+        """Whether a node that was tried may be asked again after a wait. Counts only when nobody is left untried."""
+        ...
+
+
+class Attempt(AttemptManager):
+    """One pass of the loop. tenacity would also catch and raise again what is no failure of a node."""
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        if exc_value is not None and not isinstance(exc_value, NodeFailure):
+            return None
+        return super().__exit__(exc_type, exc_value, traceback)
+
+
+class Attempts:
+    """The attempts of one request."""
+
+    __slots__ = ("_ready_at", "_retrying", "_sleep", "_state", "_waits", "prospects")
+
+    def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects) -> None:
+        self.prospects = prospects
+        self._retrying = retrying
+        self._sleep = sleep
+        self._state = RetryCallState(retrying, None, (self,), {})
+        self._ready_at = math.inf  # when the first node that may be asked again wants to be
+        self._waits = 0
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Attempt:
+        if self._state.outcome is not None:
+            await self._go_on()
+        return Attempt(self._state)
+
+    async def _go_on(self) -> None:
+        # tenacity counts in statistics that it expects to exist, per thread; nobody reads them.
+        self._retrying.begin()
+        decision = await self._retrying.iter(self._state)
+        if not isinstance(decision, DoSleep):
+            raise StopAsyncIteration
+        self._state.prepare_for_next_attempt()
+        if decision > 0:
+            await self._sleep(decision)
+
+    def wait_seconds(self, failure: NodeFailure, now: float, jitter: float) -> float:
+        """How long to wait after this failure; infinite when nobody is left to ask."""
+        if failure.failure is Failure.BUSY or failure.retry_after_seconds is not None:
+            self._ready_at = min(self._ready_at, now + (failure.retry_after_seconds or 0.0))
+        if self.prospects.more_candidates():
+            return 0.0
+        if not self.prospects.may_wait():
+            return math.inf
+        pause = max(0.0, self._ready_at - now) if math.isfinite(self._ready_at) else 0.0
+        if pause > WAIT_SECONDS_MAX:
+            return math.inf
+        backoff = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(self._waits, _DOUBLINGS_MAX), BACKOFF_SECONDS_MAX)
+        # After the wait all busy nodes are asked anew, and say anew for how long they are.
+        self._ready_at = math.inf
+        self._waits += 1
+        return pause + jitter * backoff
+
+
+class Retry:
+    """The policy of all requests. Safe to share: what belongs to one request is in its `Attempts`."""
+
+    def __init__(
+        self,
+        max_attempts: int,
+        *,
+        sleep: Sleep = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`jitter` is uniform in [0, 1). `clock` is the running event loop's when None."""
+        self._max_attempts = max_attempts
+        self._sleep = sleep
+        self._jitter = jitter
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        # One for all, as building or copying one costs as much as a whole attempt. Its own `async for` keeps the state
+        # of the loop on itself, so that requests would get in each other's way; `iter` takes the state from outside.
+        self._retrying = AsyncRetrying(
+            stop=self._stop,
+            wait=self._wait,
+            retry=retry_if_exception_type(NodeFailure),
+            reraise=True,
+        )
+
+    def attempts(self, prospects: Prospects) -> Attempts:
+        """The attempts of one request, for one `async for`."""
+        return Attempts(self._retrying, self._sleep, prospects)
+
+    def _wait(self, state: RetryCallState) -> float:
+        attempts: Attempts = state.args[0]
+        failure = state.outcome.exception() if state.outcome is not None else None
+        assert isinstance(failure, NodeFailure), "tenacity waits only after what is retried"
+        return attempts.wait_seconds(failure, self._clock(), self._jitter())
+
+    def _stop(self, state: RetryCallState) -> bool:
+        if state.attempt_number >= self._max_attempts:
+            return True
+        attempts: Attempts = state.args[0]
+        return self._clock() + state.upcoming_sleep >= attempts.prospects.deadline
