@@ -68,9 +68,10 @@ def _run(settings: Settings) -> int:
     from app.start import announce
     from app.telemetry.logs import StandardBridge, make_logger, open_writer
 
-    log = make_logger(open_writer(), settings.log_level, settings.log_format)
+    sink = open_writer()
+    log = make_logger(sink, settings.log_level, settings.log_format)
     logging.basicConfig(handlers=[StandardBridge(log)], level=logging.WARNING, force=True)
-    app = create_app(settings, log)
+    app = create_app(settings, sink)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -14,12 +14,13 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from pydantic import SecretStr
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from app import __version__
 from app.domain import NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
+from app.fronts.door import FrontDoor
 from app.fronts.models import Models
 from app.fronts.openai import Inference
 from app.fronts.openapi import documented
@@ -33,7 +34,7 @@ from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
 from app.routing.routes import Routes
 from app.settings import Settings, load_settings
-from app.telemetry.logs import Logger, make_logger, open_writer
+from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
 from app.telemetry.report import Reporter
 from app.upstream import Upstream
@@ -59,9 +60,10 @@ class Phase:
     closing: bool = False
 
 
-def create_app(settings: Settings, log: Logger | None = None) -> FastAPI:
+def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     """The whole gateway as an ASGI app. Opens nothing before its lifespan begins."""
-    log = log or make_logger(open_writer(), settings.log_level, settings.log_format)
+    sink = sink or open_writer()
+    log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
     admission = Admission()
     registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
@@ -74,7 +76,8 @@ def create_app(settings: Settings, log: Logger | None = None) -> FastAPI:
         log=log,
     )
     metrics = Metrics(registry, admission)
-    reporter = Reporter(log, metrics, settings.lb_strategy)
+    line = make_request_line(sink, settings.log_level, settings.log_format)
+    reporter = Reporter(log, line, metrics, settings.lb_strategy)
     upstream = Upstream(f"hearth/{__version__}")
     dispatcher = Dispatcher(
         registry=registry,
@@ -88,7 +91,7 @@ def create_app(settings: Settings, log: Logger | None = None) -> FastAPI:
         suspect=prober.suspect,
     )
     doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
-    app = FastAPI(
+    app = FrontDoor(
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
@@ -111,7 +114,7 @@ def create_app(settings: Settings, log: Logger | None = None) -> FastAPI:
         )
         # People write base_url with and without /v1. A redirect would lose the body.
         for prefix in ("/v1", ""):
-            app.router.routes.append(Route(prefix + path, endpoint, include_in_schema=False))
+            app.add_hot_route(prefix + path, _with_cors(endpoint, settings))
     render_errors(app)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, **_cors(settings))
@@ -165,6 +168,10 @@ def _timeouts(settings: Settings) -> Timeouts:
 
 def _keyring(keys: tuple[SecretStr, ...]) -> Keyring:
     return Keyring(key.get_secret_value() for key in keys)
+
+
+def _with_cors(endpoint: ASGIApp, settings: Settings) -> ASGIApp:
+    return CORSMiddleware(endpoint, **_cors(settings)) if settings.cors_origins else endpoint
 
 
 def _cors(settings: Settings) -> dict[str, Any]:

@@ -7,6 +7,7 @@ never reached the node from one that the node may have begun.
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 import zlib
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,7 @@ _ERROR_BODY_BYTES = 64 * 1024
 _READ_BUFFER_BYTES = 64 * 1024
 _DNS_SECONDS = 60
 _DRAIN_SECONDS = 0.25
+_LONG_BODY_BYTES = 2**20
 
 # Whether the connection under the current task's request came from the pool.
 _from_pool: ContextVar[bool] = ContextVar("from_pool", default=False)
@@ -73,21 +75,60 @@ class _Connector(aiohttp.TCPConnector):
         return await super()._create_connection(req, traces, timeout)
 
 
+class _Watchdog:
+    """One timer for an attempt's whole life: it first limits the time to the first content, then each gap.
+
+    It is moved for a piece of an answer only by writing down when it is due next; when it rings, it looks there.
+    """
+
+    __slots__ = ("_limits", "_loop", "_task", "_timer", "due", "fired", "late", "stream")
+
+    def __init__(self, limits: Limits) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limits = limits
+        self._task = asyncio.current_task()  # whoever waits for the answer to begin
+        self.late = Failure.FIRST_TOKEN_TIMEOUT
+        self.fired: Failure | None = None
+        self.stream: aiohttp.StreamReader | None = None  # where the answer is read, once it has begun
+        self.due = min(self._loop.time() + limits.first_token, limits.deadline)
+        self._timer = self._loop.call_at(self.due, self._ring)
+
+    def content(self) -> None:
+        """From now on it is the gap between pieces that is limited."""
+        self._timer.cancel()
+        self.late = Failure.IDLE_TIMEOUT
+        self.touch()
+        self._timer = self._loop.call_at(self.due, self._ring)
+
+    def touch(self) -> None:
+        self.due = min(self._loop.time() + self._limits.idle, self._limits.deadline)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        if now < self.due:
+            self._timer = self._loop.call_at(self.due, self._ring)
+            return
+        self.fired = Failure.DEADLINE if now >= self._limits.deadline else self.late
+        if self.stream is not None:
+            self.stream.set_exception(_Late(self.fired))
+        elif self._task is not None:
+            self._task.cancel()
+
+
 class NodeResponse:
-    """A node's answer that has begun. `read` and `close` are all that may be done with it; close it always."""
+    """A node's answer that has begun. Close it always."""
 
-    __slots__ = ("_due", "_idle", "_inflate", "_late", "_limits", "_loop", "_raw", "_timer", "status")
+    __slots__ = ("_inflate", "_raw", "_watchdog", "status")
 
-    def __init__(self, raw: aiohttp.ClientResponse, limits: Limits, first_due: float) -> None:
+    def __init__(self, raw: aiohttp.ClientResponse, watchdog: _Watchdog) -> None:
         self.status = raw.status
         self._raw = raw
-        self._limits = limits
-        self._loop = asyncio.get_running_loop()
         self._inflate = _inflater(raw.headers.get("content-encoding"))
-        self._idle = limits.idle
-        self._late = Failure.FIRST_TOKEN_TIMEOUT
-        self._due = first_due
-        self._timer = self._loop.call_at(first_due, self._expire)
+        self._watchdog = watchdog
+        watchdog.stream = raw.content
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -95,16 +136,13 @@ class NodeResponse:
 
     def began(self) -> None:
         """Content has come: from now on it is the gap between pieces that is limited."""
-        self._late = Failure.IDLE_TIMEOUT
-        self._timer.cancel()
-        self._due = min(self._loop.time() + self._idle, self._limits.deadline)
-        self._timer = self._loop.call_at(self._due, self._expire)
+        if not self.at_end:
+            self._watchdog.content()
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""
-        if self._late is Failure.IDLE_TIMEOUT:
-            # The timer is not moved for each piece: it looks at this when it rings.
-            self._due = min(self._loop.time() + self._idle, self._limits.deadline)
+        if self._watchdog.late is Failure.IDLE_TIMEOUT:
+            self._watchdog.touch()
         try:
             data = await self._raw.content.readany()
         except (aiohttp.ClientError, OSError) as error:
@@ -133,7 +171,7 @@ class NodeResponse:
 
     def close(self) -> None:
         """Gives the connection back when the answer was read to its end; else closes it, so that the node stops."""
-        self._timer.cancel()
+        self._watchdog.stop()
         self._raw.close()
 
     def _inflated(self, data: bytes) -> bytes:
@@ -143,14 +181,6 @@ class NodeResponse:
         except zlib.error as error:
             raise NodeFailure(Failure.MALFORMED, "the node's compressed answer is broken") from error
         return out
-
-    def _expire(self) -> None:
-        now = self._loop.time()
-        if now < self._due:
-            self._timer = self._loop.call_at(self._due, self._expire)
-            return
-        late = Failure.DEADLINE if now >= self._limits.deadline else self._late
-        self._raw.content.set_exception(_Late(late))
 
 
 class _Late(aiohttp.ClientError):
@@ -200,34 +230,36 @@ class Upstream:
         self, target: Target, path: str, extra: Iterable[tuple[str, str]], body: bytes, limits: Limits
     ) -> NodeResponse:
         """Sends, and returns once the node has begun to answer. Raises `NodeFailure`."""
-        assert self._session is not None, "open the upstream first"
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        first_due = min(now + limits.first_token, limits.deadline)
         headers = target.headers
         if extra:
             headers = headers.copy()
             headers.extend(extra)
+        watchdog = _Watchdog(limits)
+        raw = None
         try:
-            async with asyncio.timeout_at(first_due):
-                raw = await self._post(target.url(path), headers, body, limits)
-        except TimeoutError as error:
-            late = Failure.DEADLINE if first_due == limits.deadline else Failure.FIRST_TOKEN_TIMEOUT
-            raise NodeFailure(late, f"no answer within {first_due - now:.0f} s") from error
-        try:
-            return NodeResponse(raw, limits, first_due)
-        except NodeFailure:
-            raw.close()
+            raw = await self._post(target.url(path), headers, body, limits)
+            return NodeResponse(raw, watchdog)
+        except asyncio.CancelledError:
+            watchdog.stop()
+            task = asyncio.current_task()
+            if watchdog.fired is None or task is None or task.uncancel():
+                raise
+            raise NodeFailure(watchdog.fired, "no answer in time") from None
+        except BaseException:
+            watchdog.stop()
+            if raw is not None:
+                raw.close()
             raise
 
     async def _post(
         self, url: URL, headers: CIMultiDict[str], body: bytes, limits: Limits, *, again: bool = True
     ) -> aiohttp.ClientResponse:
-        assert self._session is not None
+        assert self._session is not None, "open the upstream first"
         try:
             return await self._session.post(
                 url,
-                data=body,
+                # aiohttp hands a long body to the transport in one piece unless it comes as a file.
+                data=body if len(body) <= _LONG_BODY_BYTES else io.BytesIO(body),
                 headers=headers,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import re
-import secrets
 import traceback
 from collections.abc import Callable
 from http import HTTPStatus
@@ -127,10 +127,10 @@ class _Exchange:
         """Sends the answer, piece by piece as it comes."""
         send = self._send
         headers = [(b"content-type", reply.content_type), *self._served_by()]
-        if reply.over:
-            headers.append((b"content-length", b"%d" % len(reply.first)))
-        else:
+        if self.request is not None and self.request.stream:
             headers += _STREAM_HEADERS
+        else:
+            headers.append((b"content-length", b"%d" % len(reply.first)))
         self.started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         data = reply.first
@@ -181,7 +181,7 @@ def _request_id(given: bytes | None) -> str:
     """The client's own id where it is a sane one: it goes into logs, headers and to the node."""
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
-    return secrets.token_hex(12)
+    return f"{random.getrandbits(96):024x}"
 
 
 def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from app.domain import AttemptRecord, Failure, Outcome
-from app.errors import HearthError, NodeFailure
+from app.errors import NodeFailure
 from app.routing.admission import Slot
 from app.routing.breaker import Permit
 from app.routing.registry import Node
@@ -54,8 +54,8 @@ class Attempt:
             node.penalty_until = max(node.penalty_until, time.monotonic() + wait)
         self._settle(Outcome.FAILED, failure.failure, failure.message)
 
-    def refuse(self, error: HearthError) -> None:
-        self._settle(Outcome.REFUSED, None, error.message)
+    def refuse(self) -> None:
+        self._settle(Outcome.REFUSED)
 
     def abandon(self) -> None:
         self._settle(Outcome.ABANDONED)

@@ -93,8 +93,8 @@ class Dispatcher:
             if not failure.sent or failure.failure is Failure.MODEL_MISSING:
                 self._suspect(attempt.candidate.node)
             raise
-        except HearthError as error:
-            attempt.refuse(error)
+        except HearthError:
+            attempt.refuse()
             raise
         finally:
             if attempt.open and not plan.committed:

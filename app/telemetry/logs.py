@@ -12,7 +12,9 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, BinaryIO, Protocol
 
 import orjson
@@ -25,6 +27,7 @@ _SECRET_VALUES = re.compile(r"(Bearer\s+|sk-)[A-Za-z0-9._~+/=-]{6,}")
 _HIDDEN = "[hidden]"
 
 Logger = structlog.typing.FilteringBoundLogger
+RequestLine = Callable[[str, dict[str, Any]], None]  # level, fields
 
 
 class LineSink(Protocol):
@@ -77,21 +80,43 @@ class LineWriter:
 
 def make_logger(sink: LineSink, level: str, form: str) -> Logger:
     """A logger with our fields. `form` is `json`, `console`, or `auto`: console on a terminal."""
-    console = form == "console" or (form == "auto" and sys.stderr.isatty())
-    render = structlog.dev.ConsoleRenderer() if console else _to_json
     logger: Logger = structlog.wrap_logger(
-        None,
+        _Output(sink),
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             hide_secrets,
-            render,
-            _Deliver(sink),
+            structlog.dev.ConsoleRenderer() if _is_console(form) else _to_json,
         ],
         context_class=dict,
+        cache_logger_on_first_use=True,
     )
     return logger
+
+
+def make_request_line(sink: LineSink, level: str, form: str) -> RequestLine:
+    """What writes the one line that every request ends with.
+
+    The same line as the logger's, without its chain of processors: that chain costs 20 us, a tenth of all that Hearth
+    may spend on a request.
+    """
+    if _is_console(form):
+        logger = make_logger(sink, level, form)
+        return lambda name, fields: logger.log(logging.getLevelNamesMapping()[name.upper()], "request", **fields)
+    threshold = logging.getLevelNamesMapping()[level]
+    shown = {name for name in ("info", "warning") if logging.getLevelNamesMapping()[name.upper()] >= threshold}
+
+    def write(name: str, fields: dict[str, Any]) -> None:
+        if name in shown:
+            fields |= {"event": "request", "level": name, "timestamp": datetime.now(UTC)}
+            sink.write(_to_json(None, name, hide_secrets(None, name, fields)))
+
+    return write
+
+
+def _is_console(form: str) -> bool:
+    return form == "console" or (form == "auto" and sys.stderr.isatty())
 
 
 def open_writer() -> LineWriter:
@@ -101,29 +126,35 @@ def open_writer() -> LineWriter:
     return writer
 
 
-class _Deliver:
-    """The last processor: hands the line over and tells structlog to do no more."""
+class _Output:
+    """What structlog hands finished lines to."""
 
     def __init__(self, sink: LineSink) -> None:
-        self._write = sink.write
+        self._sink = sink
 
-    def __call__(self, logger: Any, method: str, line: Any) -> str:
-        self._write(line.encode() if isinstance(line, str) else line)
-        raise structlog.DropEvent
+    def msg(self, line: bytes | str) -> None:
+        self._sink.write(line.encode() if isinstance(line, str) else line)
+
+    debug = info = warning = error = critical = exception = msg
 
 
 def _to_json(logger: Any, method: str, fields: MutableMapping[str, Any]) -> bytes:
-    return orjson.dumps(fields, default=str)
+    return orjson.dumps(fields, default=str, option=orjson.OPT_UTC_Z)
 
 
 def hide_secrets(logger: Any, method: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Replaces values whose name or look is a secret's."""
     for name, value in fields.items():
-        if _SECRET_NAMES.search(name):
+        if _is_secret_name(name):
             fields[name] = _HIDDEN
         elif isinstance(value, str) and ("Bearer" in value or "sk-" in value):
             fields[name] = _SECRET_VALUES.sub(_HIDDEN, value)
     return fields
+
+
+@lru_cache(maxsize=1024)
+def _is_secret_name(name: str) -> bool:
+    return _SECRET_NAMES.search(name) is not None
 
 
 class StandardBridge(logging.Handler):

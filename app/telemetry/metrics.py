@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -30,6 +30,7 @@ class Metrics:
     """Counts what requests and attempts came to, and reads the nodes' state when it is scraped."""
 
     def __init__(self, nodes: Registry, admission: Admission) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self._registry = CollectorRegistry()
         self._registry.register(_Nodes(nodes, admission))
         self._requests = self._counter(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
-from app.errors import HearthError, NodeFailure
+from app.errors import HearthError, NodeFailure, RequestRefused
 from app.routing.trail import Trail
-from app.telemetry.logs import Logger
+from app.telemetry.logs import Logger, RequestLine
 from app.telemetry.metrics import Metrics
 
 UNROUTED = "unrouted"
@@ -16,7 +16,8 @@ UNROUTED = "unrouted"
 class Reporter:
     """Writes one line and counts once for every request, whatever it came to."""
 
-    def __init__(self, log: Logger, metrics: Metrics, policy: str) -> None:
+    def __init__(self, log: Logger, line: RequestLine, metrics: Metrics, policy: str) -> None:
+        self._line = line
         self._log = log
         self._metrics = metrics
         self._policy = policy
@@ -33,10 +34,7 @@ class Reporter:
         trail.route = trail.route or UNROUTED
         self._metrics.request(operation, trail, outcome)
         fields = self._fields(request, request_id, operation, trail, outcome, error)
-        if outcome is Outcome.FAILED:
-            self._log.warning("request", **fields)
-        else:
-            self._log.info("request", **fields)
+        self._line("warning" if outcome is Outcome.FAILED else "info", fields)
 
     def bug(self, request_id: str, trace: str) -> None:
         """A fault of Hearth's own."""
@@ -77,8 +75,7 @@ class Reporter:
         if trail.finish_reason is not None:
             fields["finish_reason"] = trail.finish_reason
         if error is not None:
-            fields["error"] = error.message
-            fields["status"] = error.status
+            fields |= _told(error)
         return fields
 
     def _why(self, trail: Trail) -> str:
@@ -86,6 +83,16 @@ class Reporter:
         if trail.candidates <= 1:
             return "only candidate"
         return f"{self._policy} over {trail.candidates}"
+
+
+def _told(error: HearthError | NodeFailure) -> dict[str, Any]:
+    """A node that refuses a request may repeat parts of it: its words go to the client, not into the log."""
+    if isinstance(error, NodeFailure):
+        return {"error": error.message, "code": error.failure}
+    told: dict[str, Any] = {"status": error.status, "code": error.code}
+    if not isinstance(error, RequestRefused):
+        told["error"] = error.message
+    return told
 
 
 def _attempt(record: AttemptRecord) -> dict[str, Any]:

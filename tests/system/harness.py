@@ -17,7 +17,6 @@ from fastapi import FastAPI
 
 from app.main import create_app
 from app.settings import Settings
-from app.telemetry.logs import make_logger
 
 DEADLINE_SECONDS = 10.0
 
@@ -100,8 +99,10 @@ async def gateway(*nodes: Any, **settings: Any) -> AsyncIterator[Gateway]:
     settings.setdefault("health_check_interval", 0.2)
     settings.setdefault("health_check_timeout", 1)
     settings.setdefault("connect_timeout", 1)
+    settings.setdefault("log_level", "DEBUG")
+    settings.setdefault("log_format", "json")
     lines = Lines()
-    app = create_app(Settings(_env_file=None, **settings), make_logger(lines, "DEBUG", "json"))
+    app = create_app(Settings(_env_file=None, **settings), lines)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
