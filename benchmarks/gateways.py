@@ -17,7 +17,7 @@ from benchmarks.processes import PROJECT
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a gateway on a port, in front of nodes."""
+    """How to start a gateway on a port, in front of nodes. It is started in a folder of its own."""
 
     command: Sequence[str]
     variables: dict[str, str] = field(default_factory=dict)
@@ -43,6 +43,7 @@ def hearth(kind: str) -> Callable[[Path, int, Sequence[str]], Launch]:
             "LOCAL_NODES": json.dumps([{"url": url, "kind": kind} for url in nodes]),
             "HOST": "127.0.0.1",
             "PORT": str(port),
+            "PYTHONPATH": str(PROJECT),  # its folder is another one, so that no .env of the checkout is read
         }
         return Launch([sys.executable, "-m", "app", "serve"], variables)
 

@@ -148,7 +148,7 @@ class Bench:
         how = launch(folder, port, nodes)
         with (
             (folder / "output.txt").open("ab") as output,
-            started(how.command, self.processors.gateway, output, how.variables) as process,
+            started(how.command, self.processors.gateway, output, how.variables, folder) as process,
         ):
             base = f"http://127.0.0.1:{port}"
             wait_until_ready(base + gateway.ready_path, process, gateway.ready_seconds)

@@ -63,12 +63,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], cpu: int, output: int | IO[bytes], variables: Mapping[str, str] | None = None
+    command: Sequence[str],
+    cpu: int,
+    output: int | IO[bytes],
+    variables: Mapping[str, str] | None = None,
+    folder: Path = PROJECT,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The command as a process group of its own on one processor; all of the group has ended afterwards."""
     process = subprocess.Popen(
         [sys.executable, "-c", PINNED, str(cpu), *command],
-        cwd=PROJECT,
+        cwd=folder,
         env=os.environ | dict(variables or {}),
         stdin=subprocess.DEVNULL,
         stdout=output,
