@@ -1,0 +1,77 @@
+"""The rules on who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+APP = Path(__file__).parents[2] / "app"
+MODULES = sorted(APP.rglob("*.py"))
+
+# A package on the right may be imported by the modules on the left alone.
+ALONE = {
+    "aiohttp": {"upstream.py"},
+    "pybreaker": {"routing/breaker.py"},
+    "tenacity": {"routing/retry.py"},
+    "pydantic_settings": {"settings.py"},
+    "prometheus_client": {"telemetry/metrics.py"},
+    "structlog": {"telemetry/logs.py"},
+    "httpx": {"probes.py"},
+    "uvicorn": {"cli.py"},
+}
+# What a layer may not know.
+FORBIDDEN = {
+    "domain.py": {"app.errors", "app.fronts", "app.routing", "app.providers", "app.upstream", "app.settings"},
+    "errors.py": {"app.fronts", "app.routing", "app.providers", "app.upstream", "app.settings"},
+    "providers": {"app.fronts", "app.routing", "app.upstream", "app.settings", "app.telemetry", "fastapi", "starlette"},
+    "routing": {"app.fronts", "app.settings", "app.telemetry", "app.main", "fastapi", "starlette", "httpx"},
+    "upstream.py": {"app.fronts", "app.routing", "app.settings", "app.telemetry"},
+    "telemetry": {"app.fronts", "app.settings", "app.main"},
+    "fronts": {"app.settings", "app.main", "app.probes", "app.telemetry"},
+}
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _is(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(APP)))
+def test_a_third_party_package_stops_at_its_module(path: Path) -> None:
+    own = str(path.relative_to(APP))
+
+    broken = [f"{own} imports {p}" for p, at in ALONE.items() if own not in at for n in _imports(path) if _is(n, p)]
+
+    assert not broken
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(APP)))
+def test_imports_point_inward(path: Path) -> None:
+    own = path.relative_to(APP)
+    forbidden = FORBIDDEN.get(own.parts[0], set())
+
+    assert not [name for name in _imports(path) if any(_is(name, layer) for layer in forbidden)]
+
+
+def test_routing_names_no_vendor() -> None:
+    vendors = ("ollama", "vllm", "lmdeploy", "sglang", "llamacpp", "openai")
+    names = {name for path in (APP / "routing").rglob("*.py") for name in _imports(path)}
+
+    assert not [name for name in names if any(vendor in name.lower() for vendor in vendors)]
+
+
+def test_domain_knows_only_the_standard_library() -> None:
+    allowed = {"__future__", "collections", "dataclasses", "enum", "typing"}
+
+    assert {name.split(".")[0] for name in _imports(APP / "domain.py")} <= allowed
