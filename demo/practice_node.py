@@ -30,7 +30,10 @@ def practice_engine(word_seconds: float = WORD_SECONDS) -> Ollama:
 
 
 async def serve(port: int, until_stdin_closes: bool) -> None:
-    """Serves until SIGINT or SIGTERM, or until whoever holds the other end of stdin is gone."""
+    """Serves until SIGINT or SIGTERM, or until whoever holds the other end of stdin is gone.
+
+    Prints its URL as a line of JSON once it listens, and closes its output then.
+    """
     engine = practice_engine()
 
     async def answer(exchange: Exchange) -> None:
@@ -38,7 +41,15 @@ async def serve(port: int, until_stdin_closes: bool) -> None:
 
     async with Server(answer, port) as server:
         print(json.dumps({"url": server.url, "model": MODEL}), flush=True)
+        close_output()
         await stopped(until_stdin_closes)
+
+
+def close_output() -> None:
+    """Lets a reader of the output see its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 async def stopped(until_stdin_closes: bool) -> None:
@@ -64,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.practice_node", description=__doc__.partition("\n")[0])
     parser.add_argument("--port", type=int, default=0, help="0, the default, is a free one")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end when the parent process does")
+    parser.add_argument("--detach", action="store_true", help="go on as a process that is no child of the caller's")
     options = parser.parse_args(arguments)
+    if options.detach and os.fork():
+        # Whoever started this process may become another program, which would never reap it.
+        os._exit(0)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options.port, options.until_stdin_closes))
 
