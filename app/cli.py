@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -75,8 +74,15 @@ def _run(settings: Settings) -> int:
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # The first signal lets running requests end, the second one does not. uvicorn would raise the signal
+            # again after that, and the process would die of it instead of ending well.
             app.state.phase.closing = True
-            super().handle_exit(sig, frame)
+            self.force_exit = self.should_exit
+            self.should_exit = True
+            if not self.force_exit:
+                log.info(
+                    "Hearth ends when running requests have. A second signal stops at once", seconds=_DRAIN_SECONDS
+                )
 
     server = Server(
         uvicorn.Config(
@@ -96,8 +102,5 @@ def _run(settings: Settings) -> int:
         )
     )
     announce(settings, log)
-    try:
-        server.run()
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    server.run()
     return 0 if server.started else 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,15 +200,27 @@ class Prober:
         return response.status_code, _json(body)
 
 
-def _connect_reason(error: httpx.ConnectError) -> str:
-    text = str(error).lower()
+def _connect_reason(error: BaseException) -> str:
+    """In plain words. httpx hides the cause below layers of its own, and several addresses may have been tried."""
+    text = " ".join(f"{type(cause).__name__} {cause}" for cause in _causes(error)).lower()
     if "refused" in text:
         return "connection refused"
     if "certificate" in text or "ssl" in text:
         return "its TLS certificate was not accepted"
-    if "name" in text or "getaddrinfo" in text or "nodename" in text:
+    if "gaierror" in text or "name or service" in text or "nodename" in text:
         return "its name could not be resolved"
-    return "all connection attempts failed" if not text else text[:100]
+    if "unreachable" in text or "no route" in text:
+        return "no route to it"
+    return "no connection"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                yield from _causes(inner)
+        error = error.__cause__ or error.__context__
 
 
 def _json(body: bytes) -> Any:

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from app.main import create_app
 from app.settings import Settings
+from tests.fakes import KINDS, FakeNode
 
 DEADLINE_SECONDS = 10.0
 
@@ -60,7 +61,7 @@ class Gateway:
         """Waits until the node is in that state."""
 
         async def there() -> bool:
-            return (await self.nodes())[name]["state"] == state
+            return bool((await self.nodes())[name]["state"] == state)
 
         await until(there, f"{name} is {state}")
 
@@ -85,15 +86,19 @@ class _Server(uvicorn.Server):
         yield
 
 
-def node_settings(*nodes: Any, **shared: Any) -> str:
+def node_settings(*nodes: FakeNode[Any], **shared: Any) -> str:
     """LOCAL_NODES for fakes: each with its kind given, named n0, n1, ..."""
     return json.dumps(
-        [{"url": node.url, "kind": node.kind, "name": f"n{index}", **shared} for index, node in enumerate(nodes)]
+        [{"url": node.url, "kind": kind_of(node), "name": f"n{index}", **shared} for index, node in enumerate(nodes)]
     )
 
 
+def kind_of(node: FakeNode[Any]) -> str:
+    return next(name for name, make in KINDS.items() if type(node) is make)
+
+
 @asynccontextmanager
-async def gateway(*nodes: Any, **settings: Any) -> AsyncIterator[Gateway]:
+async def gateway(*nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[Gateway]:
     """A gateway in front of these nodes, ended with the block. `settings` are Settings' own names."""
     settings.setdefault("local_nodes", node_settings(*nodes))
     settings.setdefault("health_check_interval", 0.2)
