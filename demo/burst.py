@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ CLOUD_MODEL, CLOUD_KEY = "cloud-model", "demo-cloud-key"
 RUN_SECONDS = 90.0
 START_SECONDS = 30.0
 REQUEST_SECONDS = 20.0
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT")
 COLUMNS = (
     ("request", 9),
@@ -176,8 +178,13 @@ async def start_gateway(nodes: Sequence[Node], cloud: Node, stack: AsyncExitStac
 
 @asynccontextmanager
 async def running(command: Sequence[str], **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A child process that is gone, and reaped, at the end of the block."""
-    process = await asyncio.create_subprocess_exec(*command, **options)
+    """A child process that is gone, and reaped, at the end of the block.
+
+    In a session of its own it gets no Ctrl-C from the terminal beside the signal that ends it in good order.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, **options, start_new_session=True, preexec_fn=_end_with_parent
+    )
     try:
         yield process
     finally:
@@ -188,6 +195,12 @@ async def running(command: Sequence[str], **options: Any) -> AsyncIterator[async
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def _end_with_parent() -> None:
+    """Has the kernel end this child when its parent is killed and can do it no more. Only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def answering(url: str, until: Sequence[str] = ()) -> None:
