@@ -17,7 +17,7 @@ LOCAL_KINDS = [name for name in KINDS if name != "cloud"]
 # The request was wrong, says the node: nobody else is asked.
 REFUSALS = {Behaviour.STATUS_400: 400}
 TEXT = "häufig 😀 ok "
-IMPATIENT = {"first_token_timeout": 0.4, "idle_timeout": 0.4, "request_timeout": 8, "breaker_fail_max": 0}
+IMPATIENT = {"first_token_timeout": 1, "idle_timeout": 1, "request_timeout": 8, "breaker_fail_max": 0}
 
 
 def _node(kind: str) -> FakeNode[Any]:

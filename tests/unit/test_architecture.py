@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from app.declarations import LOCAL_KINDS
+from app.providers import KINDS
+
 APP = Path(__file__).parents[2] / "app"
 MODULES = sorted(APP.rglob("*.py"))
 
@@ -75,3 +78,7 @@ def test_domain_knows_only_the_standard_library() -> None:
     allowed = {"__future__", "collections", "dataclasses", "enum", "typing"}
 
     assert {name.split(".")[0] for name in _imports(APP / "domain.py")} <= allowed
+
+
+def test_every_kind_of_node_can_be_named_in_the_settings() -> None:
+    assert set(LOCAL_KINDS) == {name for name, kind in KINDS.items() if not kind.cloud}
