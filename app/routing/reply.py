@@ -35,11 +35,10 @@ class Reply:
         """The client's next bytes; b"" only when over. Raises `NodeFailure` when the node broke after the commit."""
         try:
             while not self._finished:
-                data = await self._response.read()
+                data = b"" if self._answer.ended else await self._response.read()
                 out = self._answer.feed(data) if data else b""
                 if not data or self._answer.ended:
-                    out += self._answer.finish()
-                    self._complete()
+                    out = self._last(out)
                 if out:
                     return out
         except NodeFailure as failure:
@@ -49,6 +48,17 @@ class Reply:
             await self._response.drain()
             self.over = True
         return b""
+
+    def _last(self, out: bytes) -> bytes:
+        """Ends the answer. What came before a break is the client's all the same; the next call tells of the break."""
+        try:
+            out += self._answer.finish()
+        except NodeFailure:
+            if not out:
+                raise
+        else:
+            self._complete()
+        return out
 
     def _complete(self) -> None:
         self._finished = True
