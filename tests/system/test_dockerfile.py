@@ -153,6 +153,15 @@ def test_everything_that_is_copied_is_sent_to_the_builder_and_nothing_else() -> 
     assert {rule[1:] for rule in rules if rule[0] == "!"} == {s for s in sources if not s.startswith("--from")}
 
 
+def test_example_settings_mean_the_same_to_docker() -> None:
+    """`docker run --env-file` takes every value literally: it removes no quotes and no comment after a value."""
+    example = (PROJECT / ".env.example").read_text()
+    values = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", example, flags=re.MULTILINE))
+
+    assert len(values) > 20
+    assert [name for name, value in values.items() if re.search(r"^['\"]|\s#|\s$", value)] == []
+
+
 @pytest.mark.timeout(180)  # installs the runtime requirements
 def test_steps_of_the_dockerfile_make_a_gateway_that_starts_and_stops(tmp_path: Path) -> None:
     builder, final = stages()
