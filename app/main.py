@@ -78,7 +78,7 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     metrics = Metrics(registry, admission)
     line = make_request_line(sink, settings.log_level, settings.log_format)
     reporter = Reporter(log, line, metrics, settings.lb_strategy)
-    upstream = Upstream(f"hearth/{__version__}")
+    upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout)
     dispatcher = Dispatcher(
         registry=registry,
         routes=routes,
@@ -161,9 +161,7 @@ def _node(spec: NodeSpec, settings: Settings, log: Logger) -> Node:
 
 
 def _timeouts(settings: Settings) -> Timeouts:
-    return Timeouts(
-        settings.connect_timeout, settings.first_token_timeout, settings.idle_timeout, settings.request_timeout
-    )
+    return Timeouts(settings.first_token_timeout, settings.idle_timeout, settings.request_timeout)
 
 
 def _keyring(keys: tuple[SecretStr, ...]) -> Keyring:

@@ -40,7 +40,6 @@ _from_pool: ContextVar[bool] = ContextVar("from_pool", default=False)
 class Limits:
     """Seconds that an attempt may take. `deadline` is the whole request's, on the loop's clock."""
 
-    connect: float
     first_token: float
     idle: float
     deadline: float
@@ -194,7 +193,8 @@ class _Late(aiohttp.ClientError):
 class Upstream:
     """Connections to all nodes, kept open between requests. Open it inside the running loop."""
 
-    def __init__(self, user_agent: str, verify: ssl.SSLContext | bool = True) -> None:
+    def __init__(self, user_agent: str, connect_seconds: float, verify: ssl.SSLContext | bool = True) -> None:
+        self._connect_seconds = connect_seconds
         self._headers = {"accept-encoding": "identity", "user-agent": user_agent, "content-type": "application/json"}
         self._verify = verify
         self._session: aiohttp.ClientSession | None = None
@@ -211,6 +211,7 @@ class Upstream:
             auto_decompress=False,
             skip_auto_headers=("accept",),
             read_bufsize=_READ_BUFFER_BYTES,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
             trust_env=False,
         )
         return self
@@ -237,7 +238,7 @@ class Upstream:
         watchdog = _Watchdog(limits)
         raw = None
         try:
-            raw = await self._post(target.url(path), headers, body, limits)
+            raw = await self._post(target.url(path), headers, body)
             return NodeResponse(raw, watchdog)
         except asyncio.CancelledError:
             watchdog.stop()
@@ -252,7 +253,7 @@ class Upstream:
             raise
 
     async def _post(
-        self, url: URL, headers: CIMultiDict[str], body: bytes, limits: Limits, *, again: bool = True
+        self, url: URL, headers: CIMultiDict[str], body: bytes, *, again: bool = True
     ) -> aiohttp.ClientResponse:
         assert self._session is not None, "open the upstream first"
         try:
@@ -262,16 +263,15 @@ class Upstream:
                 data=body if len(body) <= _LONG_BODY_BYTES else io.BytesIO(body),
                 headers=headers,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect),
             )
         except aiohttp.ServerTimeoutError as error:
             raise NodeFailure(
-                Failure.CONNECT_TIMEOUT, f"no connection within {limits.connect:g} s", sent=False
+                Failure.CONNECT_TIMEOUT, f"no connection within {self._connect_seconds:g} s", sent=False
             ) from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             # A kept-alive connection that the node closed meanwhile: the request met a closed door, not a broken node.
             if again and _from_pool.get() and not isinstance(error, aiohttp.ClientConnectorError):
-                return await self._post(url, headers, body, limits, again=False)
+                return await self._post(url, headers, body, again=False)
             raise _failure(error, Failure.DISCONNECTED) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _failure(error, Failure.MALFORMED) from error

@@ -86,10 +86,13 @@ class ClientWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        assert self._watcher is not None
-        assert self._task is not None
-        self._watcher.cancel()
-        return self.gone and kind is asyncio.CancelledError and self._task.uncancel() == 0
+        task, watcher = self._task, self._watcher
+        assert task is not None
+        assert watcher is not None
+        watcher.cancel()
+        # The watcher's end holds on to this object: without this the two would wait for the garbage collector.
+        self._task = self._watcher = None
+        return self.gone and kind is asyncio.CancelledError and task.uncancel() == 0
 
     def done(self) -> None:
         """All is about to be sent: what the server reports after that is no leaving."""

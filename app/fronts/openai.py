@@ -186,6 +186,8 @@ def _request_id(given: bytes | None) -> str:
 
 def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str, str], ...]:
     """What a node sees of the client's headers: ids for tracing. Keys, cookies and addresses stay here."""
+    if b"traceparent" not in headers:
+        return (("x-request-id", request_id),)
     traced = ((name.decode(), headers[name].decode("latin-1")) for name in _PASSED_ON if name in headers)
     return (("x-request-id", request_id), *traced)
 
@@ -195,10 +197,12 @@ def _said(headers: dict[bytes, bytes], name: bytes) -> bool:
 
 
 def _check_media_type(headers: dict[bytes, bytes]) -> None:
-    media_type = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
-    if media_type != b"application/json" and not media_type.endswith(b"+json"):
-        raise UnsupportedMediaType("send the body as 'Content-Type: application/json'")
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+    given = headers.get(b"content-type", b"application/json")
+    if given != b"application/json":
+        media_type = given.split(b";")[0].strip().lower()
+        if media_type != b"application/json" and not media_type.endswith(b"+json"):
+            raise UnsupportedMediaType("send the body as 'Content-Type: application/json'")
+    if b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
         raise UnsupportedMediaType("send the body without a content encoding")
 
 

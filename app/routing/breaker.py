@@ -94,6 +94,7 @@ class Breaker:
         self._opened_at = 0.0
         self._probing = False
         self._last_failure = ""
+        self._spotless = True  # closed, and no failure since the last success
         # Every change of state begins an epoch. Outcomes of attempts that were admitted in an older one are ignored:
         # a late failure must not keep the breaker open, nor a late success close it.
         self._epoch = 0
@@ -143,13 +144,16 @@ class Breaker:
         return self._opened_at + self._reset_timeout_seconds - self._clock()
 
     def _record_success(self) -> None:
-        if not self._off:
+        # A success changes nothing where no failure went before, which is nearly always.
+        if not (self._off or self._spotless):
             self._machine.call(_answer)
+            self._spotless = True
 
     def _record_failure(self, exc: BaseException) -> None:
         if self._off:
             return
         self._last_failure = str(exc) or type(exc).__name__
+        self._spotless = False
         with suppress(_BreakageError):
             self._machine.call(_break)
 

@@ -35,7 +35,6 @@ _QUEUE_RETRY_AFTER_SECONDS = 5.0
 class Timeouts:
     """Seconds."""
 
-    connect: float
     first_token: float
     idle: float
     request: float
@@ -164,8 +163,9 @@ class Dispatcher:
         """The policy's order, with nodes that just said that they are busy moved to the end."""
         ranked = self._policy.rank(candidates)
         now = time.monotonic()
-        if any(candidate.node.penalty_until > now for candidate in ranked):
-            ranked = sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
+        for candidate in ranked:
+            if candidate.node.penalty_until > now:
+                return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
         return ranked
 
     def _take(self, plan: Plan, ranked: list[Candidate]) -> Attempt | None:
@@ -230,4 +230,4 @@ class Dispatcher:
 
     def _limits(self, plan: Plan) -> Limits:
         timeouts = self._timeouts
-        return Limits(timeouts.connect, timeouts.first_token, timeouts.idle, plan.deadline)
+        return Limits(timeouts.first_token, timeouts.idle, plan.deadline)

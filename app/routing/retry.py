@@ -59,7 +59,13 @@ class Prospects(Protocol):
 
 
 class Attempt(AttemptManager):
-    """One pass of the loop. tenacity would also catch and raise again what is no failure of a node."""
+    """One pass of the loop.
+
+    tenacity would also catch and raise again what is no failure of a node, and keep the result of a success, at a
+    cost, for nobody.
+    """
+
+    ended = False
 
     def __exit__(
         self,
@@ -67,41 +73,21 @@ class Attempt(AttemptManager):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        if exc_value is not None and not isinstance(exc_value, NodeFailure):
+        if not isinstance(exc_value, NodeFailure):
+            self.ended = True
             return None
         return super().__exit__(exc_type, exc_value, traceback)
 
 
-class Attempts:
-    """The attempts of one request."""
+class Pace:
+    """How long one request waits between its attempts."""
 
-    __slots__ = ("_ready_at", "_retrying", "_sleep", "_state", "_waits", "prospects")
+    __slots__ = ("_ready_at", "_waits", "prospects")
 
-    def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects) -> None:
+    def __init__(self, prospects: Prospects) -> None:
         self.prospects = prospects
-        self._retrying = retrying
-        self._sleep = sleep
-        self._state = RetryCallState(retrying, None, (self,), {})
         self._ready_at = math.inf  # when the first node that may be asked again wants to be
         self._waits = 0
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Attempt:
-        if self._state.outcome is not None:
-            await self._go_on()
-        return Attempt(self._state)
-
-    async def _go_on(self) -> None:
-        # tenacity counts in statistics that it expects to exist, per thread; nobody reads them.
-        self._retrying.begin()
-        decision = await self._retrying.iter(self._state)
-        if not isinstance(decision, DoSleep):
-            raise StopAsyncIteration
-        self._state.prepare_for_next_attempt()
-        if decision > 0:
-            await self._sleep(decision)
 
     def wait_seconds(self, failure: NodeFailure, now: float, jitter: float) -> float:
         """How long to wait after this failure; infinite when nobody is left to ask."""
@@ -119,6 +105,39 @@ class Attempts:
         self._ready_at = math.inf
         self._waits += 1
         return pause + jitter * backoff
+
+
+class Attempts:
+    """The attempts of one request."""
+
+    __slots__ = ("_last", "_retrying", "_sleep", "_state")
+
+    def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects) -> None:
+        self._retrying = retrying
+        self._sleep = sleep
+        self._state = RetryCallState(retrying, None, (Pace(prospects),), {})
+        self._last: Attempt | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Attempt:
+        if self._last is not None:
+            if self._last.ended:
+                raise StopAsyncIteration
+            await self._go_on()
+        self._last = Attempt(self._state)
+        return self._last
+
+    async def _go_on(self) -> None:
+        # tenacity counts in statistics that it expects to exist, per thread; nobody reads them.
+        self._retrying.begin()
+        decision = await self._retrying.iter(self._state)
+        if not isinstance(decision, DoSleep):
+            raise StopAsyncIteration
+        self._state.prepare_for_next_attempt()
+        if decision > 0:
+            await self._sleep(decision)
 
 
 class Retry:
@@ -151,13 +170,13 @@ class Retry:
         return Attempts(self._retrying, self._sleep, prospects)
 
     def _wait(self, state: RetryCallState) -> float:
-        attempts: Attempts = state.args[0]
+        pace: Pace = state.args[0]
         failure = state.outcome.exception() if state.outcome is not None else None
         assert isinstance(failure, NodeFailure), "tenacity waits only after what is retried"
-        return attempts.wait_seconds(failure, self._clock(), self._jitter())
+        return pace.wait_seconds(failure, self._clock(), self._jitter())
 
     def _stop(self, state: RetryCallState) -> bool:
         if state.attempt_number >= self._max_attempts:
             return True
-        attempts: Attempts = state.args[0]
-        return self._clock() + state.upcoming_sleep >= attempts.prospects.deadline
+        pace: Pace = state.args[0]
+        return self._clock() + state.upcoming_sleep >= pace.prospects.deadline

@@ -110,7 +110,8 @@ def make_request_line(sink: LineSink, level: str, form: str) -> RequestLine:
     def write(name: str, fields: dict[str, Any]) -> None:
         if name in shown:
             fields |= {"event": "request", "level": name, "timestamp": datetime.now(UTC)}
-            sink.write(_to_json(None, name, hide_secrets(None, name, fields)))
+            # The names of these fields are known, so that only their values could hold a secret.
+            sink.write(_without_secrets(_to_json(None, name, fields)))
 
     return write
 
@@ -150,6 +151,12 @@ def hide_secrets(logger: Any, method: str, fields: MutableMapping[str, Any]) -> 
         elif isinstance(value, str) and ("Bearer" in value or "sk-" in value):
             fields[name] = _SECRET_VALUES.sub(_HIDDEN, value)
     return fields
+
+
+def _without_secrets(line: bytes) -> bytes:
+    if b"Bearer" in line or b"sk-" in line:
+        return _SECRET_VALUES.sub(_HIDDEN, line.decode()).encode()
+    return line
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -24,6 +24,16 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 60, 120, 300)
 _WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _CACHE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What is counted of the requests that one node answered."""
+
+    first_token: Histogram
+    whole: Histogram
+    prompt: Counter
+    completion: Counter
 
 
 class Metrics:
@@ -43,7 +53,8 @@ class Metrics:
             "time_to_first_token_seconds", "From the request to its first content.", _FIRST_TOKEN_BUCKETS
         )
         self._whole = self._histogram("request_seconds", "From the request to its last byte.", _WHOLE_BUCKETS)
-        self._children: dict[tuple[object, ...], Any] = {}
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
+        self._served: dict[str, _Served] = {}
         self._rendered = (0.0, b"")
         self._rendering = asyncio.Lock()
 
@@ -58,11 +69,22 @@ class Metrics:
         if trail.fallback:
             self._child(self._fallbacks, trail.fallback).inc()
         if trail.first_content is not None:
-            self._child(self._first_token, trail.node, tier).observe(trail.first_content - trail.started)
-            self._child(self._whole, trail.node, tier).observe(trail.seconds())
-        if trail.usage is not None:
-            self._child(self._tokens, trail.node, tier, "prompt").inc(trail.usage.prompt_tokens)
-            self._child(self._tokens, trail.node, tier, "completion").inc(trail.usage.completion_tokens)
+            served = self._served.get(trail.node) or self._serve(trail.node, tier)
+            served.first_token.observe(trail.first_content - trail.started)
+            served.whole.observe(trail.seconds())
+            if trail.usage is not None:
+                served.prompt.inc(trail.usage.prompt_tokens)
+                served.completion.inc(trail.usage.completion_tokens)
+
+    def _serve(self, node: str, tier: str) -> _Served:
+        """A node's own metrics, found once: prometheus-client's look-up by labels costs more than the counting."""
+        served = self._served[node] = _Served(
+            self._first_token.labels(node, tier),
+            self._whole.labels(node, tier),
+            self._tokens.labels(node, tier, "prompt"),
+            self._tokens.labels(node, tier, "completion"),
+        )
+        return served
 
     async def render(self) -> bytes:
         """The exposition text, made off the loop and kept for a second."""
@@ -79,9 +101,8 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(f"hearth_{name}", text, ("node", "tier"), registry=self._registry, buckets=tuple(buckets))
 
-    def _child(self, metric: Counter | Histogram, *labels: str) -> Any:
-        """The labelled child, found once: prometheus-client's own look-up costs four times as much."""
-        key = (id(metric), *labels)
+    def _child(self, metric: Counter, *labels: str) -> Counter:
+        key = (metric, labels)
         child = self._children.get(key)
         if child is None:
             child = self._children[key] = metric.labels(*labels)
