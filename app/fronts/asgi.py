@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -18,6 +20,9 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+
 class ClientGone(Exception):
     """The client left before its request was whole."""
 
@@ -25,6 +30,13 @@ class ClientGone(Exception):
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     """Header values by lower-case name; of a repeated header the last."""
     return dict(scope["headers"])
+
+
+def request_id(given: bytes | None) -> str:
+    """The client's own id where it is a sane one: it goes into logs, headers and to the node."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return f"{random.getrandbits(96):024x}"
 
 
 async def read_body(receive: Receive, declared: bytes | None, limit: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -14,7 +14,7 @@ from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NotFound
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
 from app.fronts.models import Models
-from app.fronts.openai_wire import error_document
+from app.fronts.openai_wire import error_document, error_headers
 from app.fronts.ops import node_view, readiness
 from app.routing.registry import Registry
 
@@ -85,8 +85,9 @@ def render_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
 
 
-def _json(error: HearthError, headers: Any = None) -> JSONResponse:
-    return JSONResponse(error_document(error), error.status, headers=dict(headers) if headers else None)
+def _json(error: HearthError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    ours = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return JSONResponse(error_document(error), error.status, headers={**ours, **(headers or {})})
 
 
 def _with_status(error: HearthError, status: int) -> HearthError:

@@ -7,7 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.fronts.asgi import headers_of, request_id
 
 _SLASHES = re.compile("/{2,}")
 
@@ -39,4 +41,19 @@ class FrontDoor(FastAPI):
             if endpoint is not None:
                 await endpoint(scope, receive, send)
                 return
+            send = _identified(scope, send)
         await super().__call__(scope, receive, send)
+
+
+def _identified(scope: Scope, send: Send) -> Send:
+    """Gives the answer the request's id, unless it brings one."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            if not any(name == b"x-request-id" for name, _ in headers):
+                known = request_id(headers_of(scope).get(b"x-request-id"))
+                message = {**message, "headers": [*headers, (b"x-request-id", known.encode())]}
+        await send(message)
+
+    return sending

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 import traceback
 from collections.abc import Callable
 from http import HTTPStatus
@@ -19,15 +17,15 @@ from app.fronts.asgi import (
     Send,
     headers_of,
     read_body,
+    request_id,
     send_json,
 )
 from app.fronts.auth import Doors
-from app.fronts.openai_wire import check, decode, error_document, error_event
+from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers
 from app.routing.dispatch import Dispatcher
 from app.routing.reply import Reply
 from app.routing.trail import Trail
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _PASSED_ON = (b"traceparent", b"tracestate")
 _TRUE = (b"true", b"1", b"yes", b"on")
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -116,7 +114,7 @@ class _Exchange:
     def __init__(self, headers: dict[bytes, bytes], send: Send) -> None:
         self.trail = Trail()
         self.headers = headers
-        self.id = _request_id(headers.get(b"x-request-id"))
+        self.id = request_id(headers.get(b"x-request-id"))
         self.request: Request | None = None
         self.outcome = Outcome.ABANDONED  # until something else is known
         self.error: HearthError | NodeFailure | None = None
@@ -153,13 +151,9 @@ class _Exchange:
         if self.started:
             return
         self.started = True
-        headers = [*self._served_by(), (b"x-hearth-error-source", error.source.encode())]
-        if error.retry_after_seconds is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_seconds))))
+        headers = [*self._served_by(), *error_headers(error)]
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
-        if error.status == HTTPStatus.UNAUTHORIZED:
-            headers.append((b"www-authenticate", b"Bearer"))
         await send_json(self._send, error.status, error_document(error), headers)
 
     def _served_by(self) -> Headers:
@@ -175,13 +169,6 @@ class _Exchange:
         if trail.fallback:
             headers.append((b"x-hearth-fallback", trail.fallback.encode()))
         return headers
-
-
-def _request_id(given: bytes | None) -> str:
-    """The client's own id where it is a sane one: it goes into logs, headers and to the node."""
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given.decode()
-    return f"{random.getrandbits(96):024x}"
 
 
 def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str, str], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -15,6 +16,16 @@ _MODEL_CHARACTERS = 512
 
 def error_document(error: HearthError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_headers(error: HearthError) -> list[tuple[bytes, bytes]]:
+    """What every answer with this error says besides."""
+    headers = [(b"x-hearth-error-source", error.source.encode())]
+    if error.retry_after_seconds is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_seconds))))
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
 
 
 def error_event(failure: NodeFailure) -> bytes:
