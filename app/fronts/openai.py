@@ -7,7 +7,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from app.domain import Operation, Outcome, Request, tier_name
-from app.errors import HearthError, MethodNotAllowed, NodeFailure, Unavailable, UnsupportedMediaType
+from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NodeFailure, Unavailable, UnsupportedMediaType
 from app.fronts.asgi import (
     ClientGone,
     ClientWatch,
@@ -27,7 +27,8 @@ from app.routing.reply import Reply
 from app.routing.trail import Trail
 
 _PASSED_ON = (b"traceparent", b"tracestate")
-_TRUE = (b"true", b"1", b"yes", b"on")
+_TRUE = frozenset({b"true", b"1", b"yes", b"on"})
+_FALSE = frozenset({b"false", b"0", b"no", b"off"})
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 Report = Callable[[Request | None, str, Operation, Trail, Outcome, HearthError | NodeFailure | None], None]
@@ -98,8 +99,8 @@ class Inference:
             fields=fields,
             stream=stream,
             include_usage=stream and options.get("include_usage") is True,
-            local_only=_said(headers, b"x-hearth-local-only"),
-            reasoning_content=_said(headers, b"x-hearth-reasoning-content"),
+            local_only=_said(scope, headers, b"x-hearth-local-only"),
+            reasoning_content=_said(scope, headers, b"x-hearth-reasoning-content"),
             forwarded=_forwarded(headers, exchange.id),
         )
         exchange.request = request
@@ -179,8 +180,17 @@ def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str,
     return (("x-request-id", request_id), *traced)
 
 
-def _said(headers: dict[bytes, bytes], name: bytes) -> bool:
-    return name in headers and headers[name].lower() in _TRUE
+def _said(scope: Scope, headers: dict[bytes, bytes], name: bytes) -> bool:
+    """Whether a header says yes. Of several one is enough, as a reverse proxy may have added its own.
+
+    Raises `InvalidRequest` for another word: whoever misspells a wish for privacy must not lose it unawares.
+    """
+    if name not in headers:
+        return False
+    said = {value.lower() for key, value in scope["headers"] if key == name}
+    if not said <= _TRUE | _FALSE:
+        raise InvalidRequest(f"the header {name.decode()} must be true or false")
+    return not said.isdisjoint(_TRUE)
 
 
 def _check_media_type(headers: dict[bytes, bytes]) -> None:
