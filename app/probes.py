@@ -9,7 +9,9 @@ import asyncio
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -27,6 +29,7 @@ _UP_AFTER = 2  # good probes in a row, once it was down
 _SOON_SECONDS = 0.5  # to the next probe while the evidence is not enough
 _JITTER = 0.1
 _ANSWER_BYTES = 8 * 2**20
+_LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ class Prober:
         except httpx.ConnectTimeout as error:
             raise _Bad("no connection in time; is its address right, and no firewall between?") from error
         except httpx.ConnectError as error:
-            raise _Bad(_connect_reason(error)) from error
+            raise _Bad(_connect_reason(error) + _container_hint(node.spec.url)) from error
         except httpx.TimeoutException as error:
             raise _Bad("does not answer probes in time", slow=True) from error
         except httpx.HTTPError as error:
@@ -212,6 +215,13 @@ def _connect_reason(error: BaseException) -> str:
     if "unreachable" in text or "no route" in text:
         return "no route to it"
     return "no connection"
+
+
+def _container_hint(url: str) -> str:
+    """Why an address of this machine may lead nowhere, where that is a container."""
+    if urlsplit(url).hostname not in _LOOPBACKS or not Path("/.dockerenv").exists():
+        return ""
+    return "; inside a container localhost is the container itself: use host.docker.internal or the host's address"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
