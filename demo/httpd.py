@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -254,10 +254,9 @@ class Connection(asyncio.Protocol):
         return self._exchange is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         connection_socket(transport).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.set_write_buffer_limits(0)  # so that `drain` waits for the kernel, not for our own buffer
+        self.transport.set_write_buffer_limits(0)  # so that `drain` waits for the kernel, not for our own buffer
         self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:

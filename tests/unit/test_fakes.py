@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import struct
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -830,6 +831,22 @@ async def test_a_crash_resets_what_runs(http: aiohttp.ClientSession) -> None:
         assert (await request).end == "rst"
         assert (await raw(node, ollama_chat())).end == "refused"
         assert node.aborted == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="uvloop does not run there")
+def test_the_fakes_run_on_uvloop_as_well() -> None:
+    import uvloop
+
+    async def ends() -> list[str]:
+        async with FakeOllama(["m"], tokens=4) as node:
+            node.behave(Behaviour.RESET_MIDWAY, times=1)
+            found = [(await raw(node, ollama_chat())).end for _ in range(2)]
+            node.crash()
+            found.append((await raw(node, ollama_chat())).end)
+            node.recover()
+            return [*found, (await raw(node, ollama_chat())).end]
+
+    assert uvloop.run(ends()) == ["rst", "fin", "refused", "fin"]
 
 
 def test_refusals_cannot_be_counted() -> None:
