@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import ssl
 import zlib
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,11 @@ _READ_BUFFER_BYTES = 64 * 1024
 _DNS_SECONDS = 60
 _DRAIN_SECONDS = 0.25
 _LONG_BODY_BYTES = 2**20
+_TOO_LATE = {
+    Failure.FIRST_TOKEN_TIMEOUT: "it began no answer within FIRST_TOKEN_TIMEOUT",
+    Failure.IDLE_TIMEOUT: "it stopped sending for longer than IDLE_TIMEOUT",
+    Failure.DEADLINE: "the request took longer than REQUEST_TIMEOUT",
+}
 
 # Whether the connection under the current task's request came from the pool.
 _from_pool: ContextVar[bool] = ContextVar("from_pool", default=False)
@@ -78,9 +84,10 @@ class _Watchdog:
     """One timer for an attempt's whole life: it first limits the time to the first content, then each gap.
 
     It is moved for a piece of an answer only by writing down when it is due next; when it rings, it looks there.
+    A gap that a slow client makes, as nothing is read meanwhile, is none.
     """
 
-    __slots__ = ("_limits", "_loop", "_task", "_timer", "due", "fired", "late", "stream")
+    __slots__ = ("_limits", "_loop", "_task", "_timer", "due", "fired", "late", "stream", "waiting")
 
     def __init__(self, limits: Limits) -> None:
         self._loop = asyncio.get_running_loop()
@@ -88,6 +95,7 @@ class _Watchdog:
         self._task = asyncio.current_task()  # whoever waits for the answer to begin
         self.late = Failure.FIRST_TOKEN_TIMEOUT
         self.fired: Failure | None = None
+        self.waiting = True  # for the node, rather than for the client
         self.stream: aiohttp.StreamReader | None = None  # where the answer is read, once it has begun
         self.due = min(self._loop.time() + limits.first_token, limits.deadline)
         self._timer = self._loop.call_at(self.due, self._ring)
@@ -107,12 +115,14 @@ class _Watchdog:
 
     def _ring(self) -> None:
         now = self._loop.time()
+        if not self.waiting:
+            self.touch()
         if now < self.due:
             self._timer = self._loop.call_at(self.due, self._ring)
             return
         self.fired = Failure.DEADLINE if now >= self._limits.deadline else self.late
         if self.stream is not None:
-            self.stream.set_exception(_Late(self.fired))
+            self.stream.set_exception(_Late(self.fired, begun=self.late is Failure.IDLE_TIMEOUT))
         elif self._task is not None:
             self._task.cancel()
 
@@ -140,12 +150,15 @@ class NodeResponse:
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""
-        if self._watchdog.late is Failure.IDLE_TIMEOUT:
-            self._watchdog.touch()
+        watchdog = self._watchdog
+        watchdog.waiting = True
+        if watchdog.late is Failure.IDLE_TIMEOUT:
+            watchdog.touch()
         try:
             data = await self._raw.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise _failure(error, Failure.CUT) from error
+        watchdog.waiting = False
         return data if self._inflate is None else self._inflated(data)
 
     @property
@@ -185,9 +198,11 @@ class NodeResponse:
 class _Late(aiohttp.ClientError):
     """A limit of ours ran out while a read waited."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, *, begun: bool) -> None:
         super().__init__(failure)
         self.failure = failure
+        # A node at work in mid-answer is not to blame when the whole request takes longer than it may.
+        self.counts = not (begun and failure is Failure.DEADLINE)
 
 
 class Upstream:
@@ -245,7 +260,7 @@ class Upstream:
             task = asyncio.current_task()
             if watchdog.fired is None or task is None or task.uncancel():
                 raise
-            raise NodeFailure(watchdog.fired, "no answer in time") from None
+            raise NodeFailure(watchdog.fired, _TOO_LATE[watchdog.fired]) from None
         except BaseException:
             watchdog.stop()
             if raw is not None:
@@ -280,13 +295,14 @@ class Upstream:
 def _failure(error: Exception, otherwise: Failure) -> NodeFailure:
     """What an error of aiohttp means. Its own text may hold the URL with its query, so only ours is used."""
     if isinstance(error, _Late):
-        return NodeFailure(error.failure, "the node stopped sending")
+        return NodeFailure(error.failure, _TOO_LATE[error.failure], counts=error.counts)
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
         return NodeFailure(Failure.CONNECT, "its TLS certificate was not accepted", sent=False)
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return NodeFailure(Failure.CONNECT, "its name could not be resolved", sent=False)
     if isinstance(error, aiohttp.ClientConnectorError):
-        return NodeFailure(Failure.CONNECT, (error.os_error.strerror or "no connection").lower(), sent=False)
+        code = error.os_error.errno
+        return NodeFailure(Failure.CONNECT, os.strerror(code).lower() if code else "no connection", sent=False)
     if isinstance(error, aiohttp.ClientResponseError):
         return NodeFailure(Failure.MALFORMED, "its answer is no valid HTTP")
     if otherwise is Failure.CUT:

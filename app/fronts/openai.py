@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 
 from app.domain import Operation, Outcome, Request, tier_name
@@ -27,6 +29,7 @@ from app.routing.reply import Reply
 from app.routing.trail import Trail
 
 _PASSED_ON = (b"traceparent", b"tracestate")
+_PARTING_SECONDS = 1.0  # for the last words to a client whose request took too long
 _TRUE = frozenset({b"true", b"1", b"yes", b"on"})
 _FALSE = frozenset({b"false", b"0", b"no", b"off"})
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -63,7 +66,7 @@ class Inference:
             with ClientWatch(receive) as watch:
                 reply = await self._dispatcher.dispatch(request, exchange.trail)
                 try:
-                    await exchange.relay(reply, watch)
+                    await _in_time(exchange, reply, watch)
                 finally:
                     reply.close()
         except HearthError as error:
@@ -137,6 +140,8 @@ class _Exchange:
             while not reply.over:
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                if reply.complete:
+                    watch.done()
                 data = await reply.next()
             self.outcome = Outcome.OK
         except NodeFailure as failure:
@@ -170,6 +175,16 @@ class _Exchange:
         if trail.fallback:
             headers.append((b"x-hearth-fallback", trail.fallback.encode()))
         return headers
+
+
+async def _in_time(exchange: _Exchange, reply: Reply, watch: ClientWatch) -> None:
+    """Relays the answer. A client that does not read on must not hold the node for longer than a request may take."""
+    if reply.over:
+        await exchange.relay(reply, watch)
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(reply.deadline + _PARTING_SECONDS):
+            await exchange.relay(reply, watch)
 
 
 def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str, str], ...]:

@@ -130,7 +130,7 @@ class Dispatcher:
         response.began()
         plan.committed = True
         plan.trail.first_content = time.perf_counter()
-        return Reply(attempt, response, answer, plan.trail, b"".join(held), over)
+        return Reply(attempt, response, answer, plan.trail, b"".join(held), over=over, deadline=plan.deadline)
 
     async def _admit(self, plan: Plan) -> Attempt:
         """Takes a slot and the breaker's permit on the best node, or raises what the client is told."""

@@ -10,18 +10,30 @@ from app.upstream import NodeResponse
 
 
 class Reply:
-    """An answer that has begun. Read it with `next` until it is `over`, and close it always."""
+    """An answer that has begun. Read it with `next` until it is `over`, and close it always.
 
-    __slots__ = ("_answer", "_attempt", "_finished", "_response", "_trail", "first", "over")
+    It is `complete` once the node has said all. `deadline` is the whole request's, on the loop's clock.
+    """
+
+    __slots__ = ("_answer", "_attempt", "_response", "_trail", "complete", "deadline", "first", "over")
 
     def __init__(
-        self, attempt: Attempt, response: NodeResponse, answer: Answer, trail: Trail, first: bytes, over: bool
+        self,
+        attempt: Attempt,
+        response: NodeResponse,
+        answer: Answer,
+        trail: Trail,
+        first: bytes,
+        *,
+        over: bool,
+        deadline: float,
     ) -> None:
         self._attempt = attempt
         self._response = response
         self._answer = answer
         self._trail = trail
-        self._finished = over
+        self.complete = over
+        self.deadline = deadline
         self.first = first
         self.over = over
         if over:
@@ -34,7 +46,7 @@ class Reply:
     async def next(self) -> bytes:
         """The client's next bytes; b"" only when over. Raises `NodeFailure` when the node broke after the commit."""
         try:
-            while not self._finished:
+            while not self.complete:
                 data = b"" if self._answer.ended else await self._response.read()
                 out = self._answer.feed(data) if data else b""
                 if not data or self._answer.ended:
@@ -61,7 +73,7 @@ class Reply:
         return out
 
     def _complete(self) -> None:
-        self._finished = True
+        self.complete = True
         self.over = self._response.at_end
         self._trail.usage = self._answer.usage
         self._trail.finish_reason = self._answer.finish_reason
@@ -69,5 +81,7 @@ class Reply:
 
     def close(self) -> None:
         """Stops the node when it is still at work, and settles the attempt."""
-        self._response.close()
-        self._attempt.abandon()
+        try:
+            self._response.close()
+        finally:
+            self._attempt.abandon()
