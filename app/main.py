@@ -178,6 +178,7 @@ def _cors(settings: Settings) -> dict[str, Any]:
         "allow_methods": ["GET", "POST", "OPTIONS"],
         "allow_headers": ["*"],
         "expose_headers": _EXPOSED_HEADERS,
+        "allow_private_network": True,  # the page is on the internet, Hearth most likely at home
     }
 
 
