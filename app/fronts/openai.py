@@ -220,4 +220,5 @@ def _check_media_type(headers: dict[bytes, bytes]) -> None:
 
 def _header(value: str) -> bytes:
     """A header value from a configured or listed name, which may hold anything."""
-    return value.encode("ascii", "backslashreplace").replace(b"\r", b"").replace(b"\n", b"")
+    printable = value if value.isprintable() else "".join(filter(str.isprintable, value))
+    return printable.encode("ascii", "backslashreplace")
