@@ -79,7 +79,10 @@ def _run(settings: Settings) -> int:
             app.state.phase.closing = True
             self.force_exit = self.should_exit
             self.should_exit = True
-            if not self.force_exit:
+            if self.force_exit:
+                # What breaks off now does so on purpose; uvicorn would show a traceback for each of it.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            else:
                 log.info(
                     "Hearth ends when running requests have. A second signal stops at once", seconds=_DRAIN_SECONDS
                 )
