@@ -70,6 +70,8 @@ class Routes:
         known = self._registry.known_models() | set(self.mapped_names()) | set(self._cloud_models())
         close = close_names(name, known)
         hint = f"did you mean {', '.join(close)}?" if close else "GET /v1/models lists what can be asked for"
+        if not any(self._registry):
+            hint = "no node is configured: set LOCAL_NODES"
         return ModelNotFound(f"no node serves the model '{_shown(name)}'; {hint}", param="model")
 
     def _cloud_models(self) -> Iterable[str]:
