@@ -10,15 +10,20 @@ from app.domain import Failure
 
 
 class HearthError(Exception):
-    """An error for the client. `message` says what to do; it holds neither keys nor prompts."""
+    """An error for the client. `message` says what to do; it holds no keys.
+
+    `logged` is what the log may say: a node's own words may repeat the request, and go to its client alone.
+    """
 
     status = 500
     type = "api_error"
     code: str | None = None
+    blames_nodes = False  # the request was fine, whatever the status
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.logged = message
         self.param = param
         self.code = code or self.code
         self.retry_after_seconds: float | None = None
@@ -89,12 +94,14 @@ class RequestRefused(HearthError):
         super().__init__(message, param=param, code=code)
         self.status = status
         self.type = type or self.type
+        self.logged = ""
         self.source = "node"
 
 
 class Unavailable(HearthError):
     """Nothing can serve the request now."""
 
+    blames_nodes = True
     status = 503
     type = "server_error"
     code = "no_node_available"
@@ -115,19 +122,30 @@ class Overloaded(Unavailable):
 class AllAttemptsFailed(HearthError):
     """Every attempt failed before content. The message lists them; the status is the last cause's."""
 
+    blames_nodes = True
     status = 502
     type = "server_error"
     code = "all_nodes_failed"
 
-    def __init__(self, message: str, *, status: int, code: str, retry_after_seconds: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, logged: str, status: int, code: str, retry_after_seconds: float | None = None
+    ) -> None:
         super().__init__(message, code=code)
+        self.logged = logged
         self.status = status
         self.retry_after_seconds = retry_after_seconds
         self.source = "node"
 
 
+# These failures are told in the node's own words.
+_TOLD_BY_NODES = (Failure.BUSY, Failure.SERVER_ERROR, Failure.MODEL_MISSING, Failure.ERROR_EVENT)
+
+
 class NodeFailure(Exception):
     """A node failed one attempt.
+
+    `message` may be the node's own words, which may repeat the request: it is for that request's client alone.
+    `summary` is for the log and for everybody else.
 
     `status` is the node's HTTP status where there was one. `counts` says whether the breaker hears of it: a busy
     node and a missing model are no breakage. `sent` is False when the request surely never reached the node.
@@ -150,3 +168,9 @@ class NodeFailure(Exception):
         self.retry_after_seconds = retry_after_seconds
         self.counts = counts and failure not in (Failure.BUSY, Failure.MODEL_MISSING)
         self.sent = sent
+
+    @property
+    def summary(self) -> str:
+        if self.failure not in _TOLD_BY_NODES:
+            return self.message
+        return "it reported an error" if self.status is None else f"it answered {self.status}"

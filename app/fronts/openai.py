@@ -153,7 +153,8 @@ class _Exchange:
     async def refuse(self, error: HearthError) -> None:
         """Answers with an error, unless an answer has begun."""
         self.error = error
-        self.outcome = Outcome.REFUSED if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.FAILED
+        wrong = error.status < HTTPStatus.INTERNAL_SERVER_ERROR and not error.blames_nodes
+        self.outcome = Outcome.REFUSED if wrong else Outcome.FAILED
         if self.started:
             return
         self.started = True

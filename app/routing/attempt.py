@@ -40,6 +40,11 @@ class Attempt:
     def open(self) -> bool:
         return not self._settled
 
+    def answering(self) -> None:
+        """The node has begun to answer, which is no outcome yet."""
+        if self._permit is not None:
+            self._permit.answering()
+
     def succeed(self) -> None:
         if self._permit is not None and not self._settled:
             self._permit.succeed()
@@ -47,12 +52,12 @@ class Attempt:
 
     def fail(self, failure: NodeFailure) -> None:
         if self._permit is not None and not self._settled and failure.counts:
-            self._permit.fail(failure)
+            self._permit.fail(failure.summary)
         if failure.failure is Failure.BUSY and not self._settled:
             wait = min(failure.retry_after_seconds or _BUSY_SECONDS, _BUSY_SECONDS_MAX)
             node = self.candidate.node
             node.penalty_until = max(node.penalty_until, time.monotonic() + wait)
-        self._settle(Outcome.FAILED, failure.failure, failure.message)
+        self._settle(Outcome.FAILED, failure.failure, failure.summary)
 
     def refuse(self) -> None:
         self._settle(Outcome.REFUSED)

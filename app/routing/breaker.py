@@ -53,13 +53,18 @@ class Permit:
         self._breaker: Breaker | None = breaker
         self._epoch = epoch
 
+    def answering(self) -> None:
+        """The node has begun to answer. That ends a probe, for the rest may take minutes; else the end decides."""
+        if self._breaker is not None and self._breaker.state is BreakerState.HALF_OPEN:
+            self.succeed()
+
     def succeed(self) -> None:
         """The node answered."""
         breaker, self._breaker = self._breaker, None
         if breaker is not None and breaker._epoch == self._epoch:
             breaker._record_success()
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | str) -> None:
         """The node broke. What `exc` says becomes the breaker's `reason`."""
         breaker, self._breaker = self._breaker, None
         if breaker is not None and breaker._epoch == self._epoch:
@@ -149,7 +154,7 @@ class Breaker:
             self._machine.call(_answer)
             self._spotless = True
 
-    def _record_failure(self, exc: BaseException) -> None:
+    def _record_failure(self, exc: BaseException | str) -> None:
         if self._off:
             return
         self._last_failure = str(exc) or type(exc).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from app.domain import Failure
 from app.errors import AllAttemptsFailed, Forbidden, HearthError, NodeFailure, Unavailable
 from app.routing.plan import Plan
@@ -21,12 +23,12 @@ def nobody_left(plan: Plan) -> HearthError:
 
 
 def _all_failed(plan: Plan) -> AllAttemptsFailed:
-    tried = "; ".join(f"{candidate.node.name}: {_said(failure)}" for candidate, failure in plan.failures)
     last = plan.failures[-1][1]
     busy = [failure for _, failure in plan.failures if failure.failure is Failure.BUSY]
     retry_after = max((failure.retry_after_seconds or _RETRY_AFTER_SECONDS for failure in busy), default=None)
     return AllAttemptsFailed(
-        f"every node that was tried failed ({tried}){_cloud_note(plan)}",
+        _tried(plan, lambda failure: failure.message),
+        logged=_tried(plan, lambda failure: failure.summary),
         status=_status(last),
         code=last.failure.value,
         retry_after_seconds=retry_after,
@@ -44,8 +46,13 @@ def _status(failure: NodeFailure) -> int:
     return 502
 
 
-def _said(failure: NodeFailure) -> str:
-    return f"{failure.failure.value.replace('_', ' ')}: {failure.message}" if failure.message else failure.failure.value
+def _tried(plan: Plan, words: Callable[[NodeFailure], str]) -> str:
+    tried = (f"{candidate.node.name}: {_said(failure, words(failure))}" for candidate, failure in plan.failures)
+    return f"every node that was tried failed ({'; '.join(tried)}){_cloud_note(plan)}"
+
+
+def _said(failure: NodeFailure, words: str) -> str:
+    return f"{failure.failure.value.replace('_', ' ')}: {words}" if words else failure.failure.value
 
 
 def _none_available(plan: Plan) -> Unavailable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
-from app.errors import HearthError, NodeFailure, RequestRefused
+from app.errors import HearthError, NodeFailure
 from app.routing.trail import Trail
 from app.telemetry.logs import Logger, RequestLine
 from app.telemetry.metrics import Metrics
@@ -86,12 +86,11 @@ class Reporter:
 
 
 def _told(error: HearthError | NodeFailure) -> dict[str, Any]:
-    """A node that refuses a request may repeat parts of it: its words go to the client, not into the log."""
     if isinstance(error, NodeFailure):
-        return {"error": error.message, "code": error.failure}
+        return {"error": error.summary, "code": error.failure}
     told: dict[str, Any] = {"status": error.status, "code": error.code}
-    if not isinstance(error, RequestRefused):
-        told["error"] = error.message
+    if error.logged:
+        told["error"] = error.logged
     return told
 
 
