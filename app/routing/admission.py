@@ -38,7 +38,7 @@ class Slot:
 class _Waiter:
     __slots__ = ("candidates", "slot")
 
-    def __init__(self, candidates: Callable[[], Iterable[Candidate]], slot: asyncio.Future[Slot]) -> None:
+    def __init__(self, candidates: Callable[[], Iterable[Candidate]], slot: asyncio.Future[Slot | None]) -> None:
         self.candidates = candidates
         self.slot = slot
 
@@ -58,8 +58,8 @@ class Admission:
         """A slot now, or None when the node is full."""
         return None if candidate.node.full else Slot(candidate, self)
 
-    async def wait(self, candidates: Callable[[], Iterable[Candidate]], seconds: float) -> Slot:
-        """Waits for a slot on any of the candidates, as they are when one falls free.
+    async def wait(self, candidates: Callable[[], Iterable[Candidate]], seconds: float) -> Slot | None:
+        """Waits for a slot on any of the candidates, as they are when one falls free; None when none is left.
 
         Raises `Overloaded` when too many wait already, and TimeoutError after `seconds`.
         """
@@ -75,8 +75,8 @@ class Admission:
                 return await waiter.slot
         except BaseException:
             # The slot may have been handed over in the very moment in which the waiter gave up.
-            if waiter.slot.done() and not waiter.slot.cancelled():
-                waiter.slot.result().release()
+            if waiter.slot.done() and not waiter.slot.cancelled() and (slot := waiter.slot.result()):
+                slot.release()
             raise
         finally:
             if waiter in self._waiters:
@@ -84,23 +84,27 @@ class Admission:
 
     def freed(self, node: Node) -> None:
         """Hands a place that fell free on `node` to the first who can use it."""
-        if self._waiters and not node.full:
-            self._hand_out()
+        if self._waiters:
+            self._hand_out(lambda: node.full)
 
     def changed(self) -> None:
         """A node came, went or changed: those who wait look again."""
         if self._waiters:
-            self._hand_out()
+            self._hand_out(lambda: False)
 
-    def _hand_out(self) -> None:
-        still: deque[_Waiter] = deque()
-        while self._waiters:
-            waiter = self._waiters.popleft()
+    def _hand_out(self, enough: Callable[[], bool]) -> None:
+        """Looks at those who wait, in their order, until it is enough."""
+        unseen, self._waiters = self._waiters, deque()
+        while unseen and not enough():
+            waiter = unseen.popleft()
             if waiter.slot.done():
                 continue
-            free = next((c for c in waiter.candidates() if not c.node.full), None)
-            if free is None:
-                still.append(waiter)
-            else:
+            candidates = list(waiter.candidates())
+            free = next((candidate for candidate in candidates if not candidate.node.full), None)
+            if free is not None:
                 waiter.slot.set_result(Slot(free, self))
-        self._waiters = still
+            elif candidates:
+                self._waiters.append(waiter)
+            else:
+                waiter.slot.set_result(None)
+        self._waiters += unseen

@@ -128,6 +128,7 @@ class Dispatcher:
         if over:
             held.append(answer.finish())
         response.began()
+        attempt.answering()
         plan.committed = True
         plan.trail.first_content = time.perf_counter()
         return Reply(attempt, response, answer, plan.trail, b"".join(held), over=over, deadline=plan.deadline)
@@ -143,13 +144,25 @@ class Dispatcher:
         return attempt
 
     async def _admit_in_order(self, plan: Plan) -> Attempt | None:
-        """Tier by tier; waits where a tier is only full."""
+        """Tier by tier; waits where a tier is only full, but not for ever when there is another."""
         for candidates in plan.tiers():
-            while candidates:
-                attempt = self._take(plan, self._ranked(candidates)) or await self._queue(plan, candidates)
+            try:
+                attempt = await self._admit_among(plan, candidates)
+            except Overloaded as error:
+                plan.overloaded = error
+            else:
                 if attempt is not None:
                     return attempt
-                candidates = plan.open(candidates)
+        if plan.overloaded is not None:
+            raise plan.overloaded
+        return None
+
+    async def _admit_among(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
+        while candidates:
+            attempt = self._take(plan, self._ranked(candidates)) or await self._queue(plan, candidates)
+            if attempt is not None:
+                return attempt
+            candidates = plan.open(candidates)
         return None
 
     def _last_resort(self, plan: Plan) -> Attempt | None:
@@ -176,12 +189,15 @@ class Dispatcher:
         return None
 
     async def _queue(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
-        """Waits for a place on any of the candidates. None: there is none to wait for, or the breaker came between."""
+        """Waits for a place on a local node: no other has a limit. None: there is none to wait for any more."""
         if not any(candidate.node.full for candidate in candidates):
             return None
+        if plan.overloaded is not None:
+            raise plan.overloaded
         began = time.perf_counter()
+        seconds = min(self._timeouts.first_token, plan.deadline - asyncio.get_running_loop().time())
         try:
-            slot = await self._admission.wait(lambda: plan.open(candidates), self._timeouts.first_token)
+            slot = await self._admission.wait(plan.local, seconds)
         except TimeoutError as error:
             raise Overloaded(
                 "no node became free in time; try again later, or raise max_concurrency",
@@ -189,7 +205,7 @@ class Dispatcher:
             ) from error
         finally:
             plan.trail.queued_seconds += time.perf_counter() - began
-        return self._permitted(plan, slot, len(candidates))
+        return None if slot is None else self._permitted(plan, slot, len(candidates))
 
     def _permitted(self, plan: Plan, slot: Slot, candidates: int) -> Attempt | None:
         permit = slot.candidate.node.breaker.acquire()
@@ -209,7 +225,7 @@ class Dispatcher:
         if plan.failures:
             trail.fallback = plan.failures[-1][1].failure
         elif candidate.node.cloud and plan.route.local is not None:
-            trail.fallback = "no_local_node"
+            trail.fallback = "no_local_node" if plan.overloaded is None else "overloaded"
         return Attempt(slot, permit, trail, self._observer)
 
     def _call(self, plan: Plan, candidate: Candidate) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from app.domain import Failure, NodeState, Request
-from app.errors import NodeFailure
+from app.errors import NodeFailure, Overloaded
 from app.routing.gate import cloud_refusal
 from app.routing.registry import Candidate, Node, Registry
 from app.routing.routes import Route
@@ -23,6 +23,7 @@ class Plan:
         self.trail = trail
         self.deadline = deadline
         self.failures: list[tuple[Candidate, NodeFailure]] = []
+        self.overloaded: Overloaded | None = None  # local nodes stayed full for as long as a request may wait
         self.committed = False
         self.cloud_refusal = cloud_refusal(request, route)
         self._registry = registry
