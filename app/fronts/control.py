@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NotFound
@@ -15,6 +15,7 @@ from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
 from app.fronts.models import Models
 from app.fronts.openai_wire import error_document, error_headers
+from app.fronts.openapi import errors
 from app.fronts.ops import node_view, readiness
 from app.routing.registry import Registry
 
@@ -34,11 +35,14 @@ def control_routes(
 
     router = APIRouter()
 
-    @router.get("/v1/models", tags=["models"], summary="List what can be asked for", dependencies=[Depends(client)])
+    for_clients: dict[str, Any] = {"tags": ["models"], "dependencies": [Depends(client)]}
+    for_admins: dict[str, Any] = {"dependencies": [Depends(admin)], "responses": errors(401, 403)}
+
+    @router.get("/v1/models", summary="List what can be asked for", responses=errors(401), **for_clients)
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": models.all()}
 
-    @router.get("/v1/models/{name:path}", tags=["models"], summary="Show one model", dependencies=[Depends(client)])
+    @router.get("/v1/models/{name:path}", summary="Show one model", responses=errors(401, 404), **for_clients)
     async def show_model(name: str) -> dict[str, Any]:
         return models.one(name)
 
@@ -46,16 +50,20 @@ def control_routes(
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @router.get("/ready", tags=["operations"], summary="Can a request be served now?")
+    not_ready: dict[int | str, Any] = {503: {"description": "No, and `reason` says why."}}
+
+    @router.get("/ready", tags=["operations"], summary="Can a request be served now?", responses=not_ready)
     async def ready() -> JSONResponse:
         able, reason = readiness(registry)
         return JSONResponse({"ready": able, "reason": reason}, 200 if able else 503)
 
-    @router.get("/metrics", tags=["operations"], summary="Prometheus metrics", dependencies=[Depends(admin)])
+    @router.get(
+        "/metrics", tags=["operations"], summary="Prometheus metrics", response_class=PlainTextResponse, **for_admins
+    )
     async def metrics() -> Response:
         return Response(await render_metrics(), headers={"content-type": metrics_type.decode()})
 
-    @router.get("/admin/nodes", tags=["admin"], summary="Every node and its state", dependencies=[Depends(admin)])
+    @router.get("/admin/nodes", tags=["admin"], summary="Every node and its state", **for_admins)
     async def nodes() -> dict[str, Any]:
         return {"nodes": [node_view(node) for node in registry]}
 

@@ -81,7 +81,7 @@ _ERROR = {
 _ERRORS = {
     "400": "The request is wrong; `error.message` says how to mend it.",
     "401": "The API key is missing or wrong.",
-    "403": "The request may not be served where it would have to be.",
+    "403": "The request may not be served where it would have to be, or this is not for everybody.",
     "404": "No node serves the model.",
     "405": "Use POST.",
     "413": "The body is too large.",
@@ -94,6 +94,12 @@ _ERRORS = {
 }
 
 
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """How a route's answers with these statuses look."""
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": _ERRORS[str(status)], "content": content} for status in statuses}
+
+
 def documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """An `openapi` method for the app that adds the inference routes to what FastAPI knows."""
 
@@ -101,6 +107,7 @@ def documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR
+            _forget_validation(schema)
             schema["paths"] |= {path: {"post": _operation(path)} for path in _ROUTES}
             app.openapi_schema = schema
         return app.openapi_schema
@@ -108,16 +115,20 @@ def documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
     return openapi
 
 
+def _forget_validation(schema: dict[str, Any]) -> None:
+    """FastAPI promises a 422 of its own for every route with parameters; ours are plain text, and never wrong."""
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+
+
 def _operation(path: str) -> dict[str, Any]:
     summary, body = _ROUTES[path]
-    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _STRING}}
-    errors = {
-        status: {
-            "description": text,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        }
-        for status, text in _ERRORS.items()
-    }
+    event = {"type": "object", "required": ["data"], "properties": {"data": _STRING}}
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"itemSchema": event}}
+    refusals = {str(status): response for status, response in errors(*map(int, _ERRORS)).items()}
     return {
         "summary": summary,
         "operationId": path.removeprefix("/v1/").replace("/", "_"),
@@ -128,5 +139,5 @@ def _operation(path: str) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True, **body}}},
         },
-        "responses": {"200": {"description": "The answer.", "content": answer}, **errors},
+        "responses": {"200": {"description": "The answer.", "content": answer}, **refusals},
     }
