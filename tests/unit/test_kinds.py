@@ -59,7 +59,7 @@ NODES: dict[str, dict[str, tuple[int, Any]]] = {
         "/api/tags": (200, {"models": []}),
     },
     "transformers": {"/v1/models": (200, listed(row("Qwen", "Qwen/Qwen3-0.6B"))), "/health": (200, {"status": "ok"})},
-    "generic": {"/v1/models": (200, listed(row("someone"), row("vllm", "other")))},
+    "generic": {"/v1/models": (200, listed(row("someone"), row("sglang", "other")))},
 }
 
 
@@ -103,6 +103,11 @@ def test_node_that_lists_no_models_is_not_recognised(answer: tuple[int, Any]) ->
 def test_empty_list_says_nothing_of_the_kind() -> None:
     assert recognised({"/v1/models": (200, listed())}) == "generic"
     assert recognised({"/v1/models": (200, {"data": ["x", None]})}) == "generic"
+
+
+def test_models_of_the_hub_are_known_by_their_account() -> None:
+    for other in (row("m", "m"), row("Qwen", "org/m"), row("Qwen", "Qwen/m", max_model_len=1)):
+        assert recognised({"/v1/models": (200, listed(row("Qwen", "Qwen/m"), other))}) == "generic"
 
 
 def test_every_kind_can_be_recognised_but_the_cloud() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.domain import Operation
 from app.errors import InvalidRequest
 from app.providers import KINDS
+from app.providers.json_splice import sole_member
 from app.providers.openai_to_openai import PRIVATE_FIELDS
 from tests.unit.openai_events import call
 
@@ -74,6 +75,19 @@ def test_model_at_another_depth_is_not_renamed() -> None:
 
     assert document["model"] == "k"
     assert document["tools"] == tools
+
+
+def test_model_whose_name_is_written_in_an_odd_way_is_renamed_at_its_place() -> None:
+    body = b'{"\\u006dodel":"m","messages":[{"model":"z"}]}'
+
+    document = orjson.loads(KINDS["vllm"].translate(call(node_model="k", body=body)).body)
+
+    assert document == {"model": "k", "messages": [{"model": "z"}]}
+
+
+@pytest.mark.parametrize("text", [b'{"model":7}', b'{"model":{"model":"m"}}', b'["model"]', b'{"a":"model"}', b""])
+def test_member_without_a_text_or_with_a_namesake_is_not_spliced(text: bytes) -> None:
+    assert sole_member(text, b'"model"') is None
 
 
 def test_rewriting_keeps_integers_of_any_size() -> None:

@@ -69,6 +69,28 @@ def test_good_stream_goes_through_byte_for_byte(kind: str, end: bytes) -> None:
     assert (result.begun, result.finish_reason) == (True, "stop")
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_it_does_not_matter_where_the_bytes_are_divided(end: bytes) -> None:
+    data = WHOLE.replace(DONE, event(usage_chunk()) + DONE).replace(b"\n\n", end)
+    whole = stream(data)
+
+    assert whole.failure is None
+    for cut in range(len(data)):
+        assert stream(data[:cut], data[cut:]) == whole
+    assert stream(*pieces(data, range(len(data)))) == whole
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_end_is_noticed_when_every_event_comes_on_its_own(spaced: bool) -> None:
+    events = [event(part, spaced=spaced) for part in (text("a"), text("b"), chunk(finish="length"), usage_chunk())]
+
+    result = stream(*events)
+
+    assert result.failure is None
+    assert (result.finish_reason, result.usage) == ("length", Usage(7, 3))
+    assert result.out == b"".join(events[:3]) + DONE
+
+
 def test_comments_and_other_fields_go_through_byte_for_byte() -> None:
     noise = b": ping\n\nid: 5\nevent: chunk\nretry: 10\n" + event(text("a")) + b":\n\ndata: \n\n"
     data = noise + event(text("b"), name="message") + b"event: ping\n\n\n\n" + FINISH + DONE
@@ -103,11 +125,12 @@ def test_words_that_raise_suspicion_are_harmless_in_a_text() -> None:
 
 def test_only_whole_events_are_given_out() -> None:
     answer = KINDS["vllm"].answer(call(stream=True))
-    first, second = event(text("a")), event(text("b"))
+    first, second, third = event(text("a")), event(text("b")), event(text("c"))
+    parts = [first + second[:20], second[20:-1], second[-1:], third[:20], third[20:]]
 
-    given_out = [answer.feed(first + second[:20]), answer.feed(second[20:-1]), answer.feed(second[-1:])]
+    given_out = [answer.feed(part) for part in parts]
 
-    assert given_out == [first, b"", second]
+    assert given_out == [first, b"", second, b"", third]
 
 
 def test_events_before_the_first_content_are_returned_but_do_not_begin_the_answer() -> None:
@@ -237,6 +260,14 @@ def test_usage_beside_the_last_content_is_counted_and_goes_through() -> None:
 
     assert result.out == data
     assert result.usage == Usage(7, 3)
+
+
+def test_usage_counts_that_come_with_every_event_are_kept_to_the_end() -> None:
+    counted = {**COUNTS, "completion_tokens": 1}
+
+    result = stream(event(text("a")), event(text("b", usage=counted)), FINISH, DONE)
+
+    assert result.usage == Usage(7, 1)
 
 
 def test_usage_is_not_made_up() -> None:
@@ -502,9 +533,17 @@ def test_broken_stream_says_that_it_has_ended_and_raises_at_the_next_call() -> N
 
     assert answer.ended
     with pytest.raises(NodeFailure, match="boom"):
-        answer.feed(DONE)
+        answer.feed(event(text("b")))
     with pytest.raises(NodeFailure, match="boom"):
         answer.finish()
+
+
+def test_error_that_comes_alone_is_raised_at_once() -> None:
+    answer = KINDS["vllm"].answer(call(stream=True))
+    answer.feed(event(text("a")))
+
+    with pytest.raises(NodeFailure, match="boom"):
+        answer.feed(event({"error": "boom"}))
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
@@ -725,15 +764,16 @@ def test_any_split_gives_the_same_answer(
 ) -> None:
     asked = {"kind": kind, "include_usage": include_usage, "tools": tools}
 
-    one, several = stream(data, **asked), stream(*pieces(data, cuts), **asked)
-
-    assert type(one.failure) is type(several.failure)
-    assert str(one.failure) == str(several.failure)
-    assert one.begun == several.begun
-    if one.begun:
-        # Before that nothing reaches the client.
-        assert one.out == several.out
-    assert (one.usage, one.finish_reason) == (several.usage, several.finish_reason)
+    one = stream(data, **asked)
+    events = [place + 2 for place in range(len(data)) if data.startswith(b"\n\n", place)]
+    for several in (stream(*pieces(data, cuts), **asked), stream(*pieces(data, events), **asked)):
+        assert type(one.failure) is type(several.failure)
+        assert str(one.failure) == str(several.failure)
+        assert one.begun == several.begun
+        if one.begun:
+            # Before that nothing reaches the client.
+            assert one.out == several.out
+        assert (one.usage, one.finish_reason) == (several.usage, several.finish_reason)
 
 
 @given(data=streams(), kind=st.sampled_from(OPENAI_KINDS), include_usage=st.booleans())
