@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.fakes import (
     ToolCall,
 )
 from tests.system.harness import Gateway, gateway, node_settings, until
-from tests.system.process import CAN_MEASURE, process
+from tests.system.measured import Measured, needs_proc
 from tests.system.reading import read
 from tests.system.scripted import (
     DONE,
@@ -327,16 +328,16 @@ def _endless(total: int, written: list[int]) -> Callable[[Exchange], Awaitable[N
     return write
 
 
-@pytest.mark.skipif(not CAN_MEASURE, reason="needs /proc")
-async def test_a_client_that_does_not_read_holds_the_node_back_and_costs_no_memory() -> None:
+@needs_proc
+async def test_a_client_that_does_not_read_holds_the_node_back_and_costs_no_memory(tmp_path: Path) -> None:
     written, total = [0], 50 * 2**20
     async with (
         ScriptedNode(_endless(total, written)) as node,
-        process(local_nodes(node)) as hearth,
+        Measured(tmp_path, local_nodes=local_nodes(node)) as hearth,
         RawClient(hearth.url) as client,
     ):
         before = hearth.memory_mib()
-        await client.ask(receive_bytes=4096)
+        await client.ask(receive_bytes=131_072)
         await _standstill(written)
 
         held_back, grown = written[0], hearth.memory_mib() - before
@@ -367,7 +368,7 @@ async def test_a_client_that_pauses_is_no_fault_of_the_node() -> None:
             gateway(local_nodes=local_nodes(node), idle_timeout=0.2, breaker_fail_max=1) as hearth,
             RawClient(hearth.url) as client,
         ):
-            await client.ask(receive_bytes=4096)
+            await client.ask(receive_bytes=131_072)
             await _standstill(written)
 
             end = await client.read_until(DONE)
@@ -384,7 +385,7 @@ async def test_a_client_that_never_reads_on_frees_the_node_when_its_time_is_up()
             gateway(local_nodes=local_nodes(node), request_timeout=0.5, breaker_fail_max=1) as hearth,
             RawClient(hearth.url) as client,
         ):
-            await client.ask(receive_bytes=4096)
+            await client.ask(receive_bytes=131_072)
             await until(lambda: written[0], "the node sends")
 
             await until(lambda: node.open == 0, "the node is free")
