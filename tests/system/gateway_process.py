@@ -27,7 +27,7 @@ STOP_SECONDS = 5.0
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that the kernel gives to outgoing connections: one of these may come first."""
+    """A port that nobody has, and below those that the kernel gives to outgoing connections."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as listener, suppress(OSError):
