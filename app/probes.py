@@ -151,7 +151,7 @@ class Prober:
 
     async def _models(self, client: httpx.AsyncClient, node: Node, kind: Kind) -> list[ModelInfo] | None:
         status, document = await self._get(client, node, kind.probe.models_path)
-        if node.cloud and status != httpx.codes.OK:
+        if status == httpx.codes.TOO_MANY_REQUESTS or (node.cloud and status != httpx.codes.OK):
             return None  # not every cloud lists its models
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise _Bad("refuses the key when asked for its models; set the node's api_key")

@@ -61,6 +61,8 @@ def health_of_list(status: int, document: Any) -> Health:
         return Health(NodeState.HEALTHY, "it lists no models; name them in the node's models")
     if status in (401, 403):
         return Health(NodeState.DOWN, f"it refused the key ({status}); check the node's api_key")
+    if status == 429:
+        return Health(NodeState.HEALTHY, "it limits how often its models may be listed")
     if status != 200:
         return Health(NodeState.DOWN, f"its list of models answered {status}")
     if not isinstance(_rows(document), list):
