@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 LOCAL_TIER = 0
 
@@ -103,8 +103,7 @@ class LoadedModel:
     context_length: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of one answer. `cached_tokens` is the part of `prompt_tokens` read from a prefix cache."""
 
     prompt_tokens: int
@@ -112,8 +111,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One client request, checked. Never changed: the next attempt may go to another kind of node."""
 
     id: str
@@ -128,8 +126,7 @@ class Request:
     forwarded: tuple[tuple[str, str], ...] = ()  # client headers that a node may see
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
+class AttemptRecord(NamedTuple):
     """What the log line says of one attempt."""
 
     node: str

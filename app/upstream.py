@@ -1,49 +1,46 @@
-"""The data plane's HTTP client: sends a request to a node and reads its answer piece by piece.
+"""The data plane: sends a request to a node and reads its answer piece by piece, over connections that are kept.
 
-The only module that imports aiohttp. Its errors end here: callers see `NodeFailure`, which tells a request that
-never reached the node from one that the node may have begun.
+What goes wrong on the way is a `NodeFailure` for callers, which tells a request that never reached the node from one
+that the node may have begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
+import ipaddress
 import os
+import socket
 import ssl
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from weakref import WeakSet
 
-import aiohttp
-from multidict import CIMultiDict
-from yarl import URL
+import aiohappyeyeballs
+from aiohappyeyeballs import AddrInfoType
 
+from app.connection import Connection, ConnectionClosed, ConnectionFailed
 from app.domain import Failure
 from app.errors import NodeFailure
 from app.providers.urls import join
 
 # Engines built on uvicorn close idle connections after 5 s; ours must go first, or a request meets a closing socket.
 _KEEPALIVE_SECONDS = 3.5
+_SWEEP_SECONDS = 1.0
+_ADDRESS_SECONDS = 30.0  # how long a name's addresses are taken for current
+_NEXT_ADDRESS_SECONDS = 0.25  # as RFC 8305 recommends
 _ERROR_BODY_BYTES = 64 * 1024
-_READ_BUFFER_BYTES = 64 * 1024
-_DNS_SECONDS = 60
 _DRAIN_SECONDS = 0.25
-_LONG_BODY_BYTES = 2**20
 _TOO_LATE = {
     Failure.FIRST_TOKEN_TIMEOUT: "it began no answer within FIRST_TOKEN_TIMEOUT",
     Failure.IDLE_TIMEOUT: "it stopped sending for longer than IDLE_TIMEOUT",
     Failure.DEADLINE: "the request took longer than REQUEST_TIMEOUT",
 }
 
-# Whether the connection under the current task's request came from the pool.
-_from_pool: ContextVar[bool] = ContextVar("from_pool", default=False)
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Seconds that an attempt may take. `deadline` is the whole request's, on the loop's clock."""
 
     first_token: float
@@ -52,32 +49,35 @@ class Limits:
 
 
 class Target:
-    """A node's address, with each path's URL parsed once, and its headers. The node's key is in them: never logged."""
+    """A node's address, the unchanging part of every request to it, and its idle connections.
 
-    __slots__ = ("_base", "_urls", "headers")
+    The node's key is in the former: never logged.
+    """
 
-    def __init__(self, base: str, headers: CIMultiDict[str]) -> None:
+    __slots__ = ("__weakref__", "_base", "_common", "_heads", "addresses", "host", "idle", "port", "resolved_at", "tls")
+
+    def __init__(self, base: str, common: str) -> None:
+        parts = urlsplit(base)
+        self.tls = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if self.tls else 80)
+        self.addresses: list[AddrInfoType] = []
+        self.resolved_at = 0.0
+        self.idle: list[Connection] = []
         self._base = base
-        self._urls: dict[str, URL] = {}
-        self.headers = headers
+        self._common = common
+        self._heads: dict[str, bytes] = {}
 
-    def url(self, path: str) -> URL:
-        url = self._urls.get(path)
-        if url is None:  # paths are the providers' own, so there are few
-            url = self._urls[path] = URL(join(self._base, path), encoded=True)
-        return url
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Remembers whether a request's connection was an old one."""
-
-    async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        _from_pool.set(True)
-        return await super().connect(req, traces, timeout)
-
-    async def _create_connection(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        _from_pool.set(False)
-        return await super()._create_connection(req, traces, timeout)
+    def head(self, path: str) -> bytes:
+        """The request line and the headers that do not change, without the blank line."""
+        head = self._heads.get(path)
+        if head is None:  # paths are the providers' own, so there are few
+            parts = urlsplit(join(self._base, path))
+            where = parts.path + (f"?{parts.query}" if parts.query else "")
+            host = parts.netloc.rpartition("@")[2]
+            head = f"POST {where} HTTP/1.1\r\nhost: {host}\r\n{self._common}".encode("latin-1")
+            self._heads[path] = head
+        return head
 
 
 class _Watchdog:
@@ -87,16 +87,14 @@ class _Watchdog:
     A gap that a slow client makes, as nothing is read meanwhile, is none.
     """
 
-    __slots__ = ("_limits", "_loop", "_task", "_timer", "due", "fired", "late", "stream", "waiting")
+    __slots__ = ("_limits", "_loop", "_timer", "connection", "due", "late", "waiting")
 
     def __init__(self, limits: Limits) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
-        self._task = asyncio.current_task()  # whoever waits for the answer to begin
         self.late = Failure.FIRST_TOKEN_TIMEOUT
-        self.fired: Failure | None = None
         self.waiting = True  # for the node, rather than for the client
-        self.stream: aiohttp.StreamReader | None = None  # where the answer is read, once it has begun
+        self.connection: Connection | None = None
         self.due = min(self._loop.time() + limits.first_token, limits.deadline)
         self._timer = self._loop.call_at(self.due, self._ring)
 
@@ -110,8 +108,18 @@ class _Watchdog:
     def touch(self) -> None:
         self.due = min(self._loop.time() + self._limits.idle, self._limits.deadline)
 
+    def seconds_left(self) -> float:
+        return self.due - self._loop.time()
+
     def stop(self) -> None:
         self._timer.cancel()
+
+    def failure(self) -> NodeFailure:
+        """Why it rang."""
+        late = Failure.DEADLINE if self._loop.time() >= self._limits.deadline else self.late
+        # A node at work in mid-answer is not to blame when the whole request takes longer than it may.
+        blamed = self.late is Failure.FIRST_TOKEN_TIMEOUT or late is not Failure.DEADLINE
+        return NodeFailure(late, _TOO_LATE[late], counts=blamed)
 
     def _ring(self) -> None:
         now = self._loop.time()
@@ -119,29 +127,26 @@ class _Watchdog:
             self.touch()
         if now < self.due:
             self._timer = self._loop.call_at(self.due, self._ring)
-            return
-        self.fired = Failure.DEADLINE if now >= self._limits.deadline else self.late
-        if self.stream is not None:
-            self.stream.set_exception(_Late(self.fired, begun=self.late is Failure.IDLE_TIMEOUT))
-        elif self._task is not None:
-            self._task.cancel()
+        elif self.connection is not None:
+            self.connection.fail(self.failure())
 
 
 class NodeResponse:
     """A node's answer that has begun. Close it always."""
 
-    __slots__ = ("_inflate", "_raw", "_watchdog", "status")
+    __slots__ = ("_connection", "_inflate", "_target", "_upstream", "_watchdog", "status")
 
-    def __init__(self, raw: aiohttp.ClientResponse, watchdog: _Watchdog) -> None:
-        self.status = raw.status
-        self._raw = raw
-        self._inflate = _inflater(raw.headers.get("content-encoding"))
+    def __init__(self, upstream: Upstream, target: Target, connection: Connection, watchdog: _Watchdog) -> None:
+        self.status = connection.status
+        self._upstream = upstream
+        self._target = target
+        self._connection = connection
         self._watchdog = watchdog
-        watchdog.stream = raw.content
+        self._inflate = _inflater(connection.header(b"content-encoding"))
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return {name.lower(): value for name, value in self._raw.headers.items()}
+        return self._connection.headers
 
     def began(self) -> None:
         """Content has come: from now on it is the gap between pieces that is limited."""
@@ -155,16 +160,16 @@ class NodeResponse:
         if watchdog.late is Failure.IDLE_TIMEOUT:
             watchdog.touch()
         try:
-            data = await self._raw.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise _failure(error, Failure.CUT) from error
+            data = await self._connection.read()
+        except ConnectionFailed as error:
+            raise _broken(error) from error
         watchdog.waiting = False
         return data if self._inflate is None else self._inflated(data)
 
     @property
     def at_end(self) -> bool:
         """Whether all of the answer has been read."""
-        return self._raw.content.at_eof()
+        return self._connection.drained
 
     async def drain(self) -> None:
         """Reads what may be left after an answer that said it is complete, so that the connection can be used again."""
@@ -182,9 +187,9 @@ class NodeResponse:
         return b"".join(parts)[:_ERROR_BODY_BYTES]
 
     def close(self) -> None:
-        """Gives the connection back when the answer was read to its end; else closes it, so that the node stops."""
+        """Keeps the connection when the answer was read to its end; else closes it, so that the node stops."""
         self._watchdog.stop()
-        self._raw.close()
+        self._upstream.give_back(self._target, self._connection)
 
     def _inflated(self, data: bytes) -> bytes:
         assert self._inflate is not None
@@ -195,127 +200,209 @@ class NodeResponse:
         return out
 
 
-class _Late(aiohttp.ClientError):
-    """A limit of ours ran out while a read waited."""
-
-    def __init__(self, failure: Failure, *, begun: bool) -> None:
-        super().__init__(failure)
-        self.failure = failure
-        # A node at work in mid-answer is not to blame when the whole request takes longer than it may.
-        self.counts = not (begun and failure is Failure.DEADLINE)
-
-
 class Upstream:
-    """Connections to all nodes, kept open between requests. Open it inside the running loop."""
+    """Connections to all nodes. Open it inside the running loop.
 
-    def __init__(self, user_agent: str, connect_seconds: float, verify: ssl.SSLContext | bool = True) -> None:
+    How many a node gets is decided by admission; here there is no limit, so that nothing waits unseen.
+    """
+
+    def __init__(self, user_agent: str, connect_seconds: float, tls: ssl.SSLContext | None = None) -> None:
         self._connect_seconds = connect_seconds
-        self._headers = {"accept-encoding": "identity", "user-agent": user_agent, "content-type": "application/json"}
-        self._verify = verify
-        self._session: aiohttp.ClientSession | None = None
+        headers = ("accept-encoding: identity", "accept: */*", "content-type: application/json")
+        self._common = "".join(f"{header}\r\n" for header in (*headers, f"user-agent: {user_agent}"))
+        self._tls = tls
+        self._open: set[Connection] = set()
+        self._targets: WeakSet[Target] = WeakSet()
+        self._sweeper: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Upstream:
-        self._session = aiohttp.ClientSession(
-            connector=_Connector(
-                limit=0,  # how many requests a node gets is decided by admission
-                keepalive_timeout=_KEEPALIVE_SECONDS,
-                ttl_dns_cache=_DNS_SECONDS,
-                ssl=self._verify,
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("accept",),
-            read_bufsize=_READ_BUFFER_BYTES,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
-            trust_env=False,
-        )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in self._open:
+            connection.abort()
+        self._open.clear()
 
     def target(self, base: str, api_key: str) -> Target:
-        """Where to send a node's requests, and the headers that all of them carry."""
-        headers = CIMultiDict(self._headers)
-        if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
-        return Target(base, headers)
+        """Where to send a node's requests."""
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        target = Target(base, self._common + key)
+        self._targets.add(target)
+        return target
 
     async def send(
         self, target: Target, path: str, extra: Iterable[tuple[str, str]], body: bytes, limits: Limits
     ) -> NodeResponse:
-        """Sends, and returns once the node has begun to answer. Raises `NodeFailure`."""
-        headers = target.headers
-        if extra:
-            headers = headers.copy()
-            headers.extend(extra)
+        """Sends, and returns once the node has begun to answer. Raises `NodeFailure`.
+
+        `extra` are more headers; neither names nor values may hold line breaks.
+        """
+        more = "".join([f"{name}: {value}\r\n" for name, value in extra])
+        head = target.head(path) + f"{more}content-length: {len(body)}\r\n\r\n".encode("latin-1")
         watchdog = _Watchdog(limits)
-        raw = None
         try:
-            raw = await self._post(target.url(path), headers, body)
-            return NodeResponse(raw, watchdog)
-        except asyncio.CancelledError:
-            watchdog.stop()
-            task = asyncio.current_task()
-            if watchdog.fired is None or task is None or task.uncancel():
-                raise
-            raise NodeFailure(watchdog.fired, _TOO_LATE[watchdog.fired]) from None
+            connection = await self._exchange(target, head, body, watchdog)
         except BaseException:
             watchdog.stop()
-            if raw is not None:
-                raw.close()
+            raise
+        try:
+            return NodeResponse(self, target, connection, watchdog)
+        except NodeFailure:
+            watchdog.stop()
+            self._discard(connection)
             raise
 
-    async def _post(
-        self, url: URL, headers: CIMultiDict[str], body: bytes, *, again: bool = True
-    ) -> aiohttp.ClientResponse:
-        assert self._session is not None, "open the upstream first"
+    async def _exchange(self, target: Target, head: bytes, body: bytes, watchdog: _Watchdog) -> Connection:
+        """The connection on which the answer has begun."""
+        kept = self._take(target)
+        if kept is not None:
+            try:
+                return await self._ask(kept, head, body, watchdog)
+            except ConnectionClosed as error:
+                # The node closed the connection while nobody used it: a closed door, not a broken node.
+                if error.heard:
+                    raise _broken(error, Failure.DISCONNECTED) from error
+            except ConnectionFailed as error:
+                raise _broken(error) from error
         try:
-            return await self._session.post(
-                url,
-                # aiohttp hands a long body to the transport in one piece unless it comes as a file.
-                data=body if len(body) <= _LONG_BODY_BYTES else io.BytesIO(body),
-                headers=headers,
-                allow_redirects=False,
-            )
-        except aiohttp.ServerTimeoutError as error:
-            raise NodeFailure(
-                Failure.CONNECT_TIMEOUT, f"no connection within {self._connect_seconds:g} s", sent=False
-            ) from error
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            # A kept-alive connection that the node closed meanwhile: the request met a closed door, not a broken node.
-            if again and _from_pool.get() and not isinstance(error, aiohttp.ClientConnectorError):
-                return await self._post(url, headers, body, again=False)
-            raise _failure(error, Failure.DISCONNECTED) from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _failure(error, Failure.MALFORMED) from error
+            return await self._ask(await self._connect(target, watchdog), head, body, watchdog)
+        except ConnectionFailed as error:
+            raise _broken(error, Failure.DISCONNECTED) from error
 
+    async def _ask(self, connection: Connection, head: bytes, body: bytes, watchdog: _Watchdog) -> Connection:
+        watchdog.connection = connection
+        try:
+            connection.send(head, body)
+            await connection.head()
+        except BaseException:
+            self._discard(connection)
+            raise
+        return connection
 
-def _failure(error: Exception, otherwise: Failure) -> NodeFailure:
-    """What an error of aiohttp means. Its own text may hold the URL with its query, so only ours is used."""
-    if isinstance(error, _Late):
-        return NodeFailure(error.failure, _TOO_LATE[error.failure], counts=error.counts)
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
-        return NodeFailure(Failure.CONNECT, "its TLS certificate was not accepted", sent=False)
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return NodeFailure(Failure.CONNECT, "its name could not be resolved", sent=False)
-    if isinstance(error, aiohttp.ClientConnectorError):
-        code = error.os_error.errno
-        return NodeFailure(Failure.CONNECT, os.strerror(code).lower() if code else "no connection", sent=False)
-    if isinstance(error, aiohttp.ClientResponseError):
-        return NodeFailure(Failure.MALFORMED, "its answer is no valid HTTP")
-    if otherwise is Failure.CUT:
-        return NodeFailure(Failure.CUT, "it closed the connection in the middle of its answer")
-    if otherwise is Failure.DISCONNECTED:
-        return NodeFailure(Failure.DISCONNECTED, "it closed the connection before it answered")
-    return NodeFailure(otherwise, f"its answer could not be read ({type(error).__name__})")
+    # -- the pool
 
-
-def _inflater(encoding: str | None) -> Any:
-    """Undoes a compression that was not asked for. Some nodes and reverse proxies compress all the same."""
-    if encoding is None or encoding.lower() in ("identity", ""):
+    def _take(self, target: Target) -> Connection | None:
+        """A connection that is idle, the one used last first."""
+        oldest = asyncio.get_running_loop().time() - _KEEPALIVE_SECONDS
+        while target.idle:
+            connection = target.idle.pop()
+            if connection.reusable and connection.idle_since > oldest:
+                return connection
+            self._discard(connection)
         return None
-    if encoding.lower() in ("gzip", "x-gzip", "deflate"):
+
+    def give_back(self, target: Target, connection: Connection) -> None:
+        """Keeps a connection that can be used again, and closes any other."""
+        if not (connection.reusable and connection.drained):
+            self._discard(connection)
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        target.idle.append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(_SWEEP_SECONDS, self._sweep)
+
+    def _sweep(self) -> None:
+        """Closes what has been idle for long."""
+        loop = asyncio.get_running_loop()
+        oldest, left = loop.time() - _KEEPALIVE_SECONDS, False
+        for target in self._targets:
+            for connection in target.idle:
+                if not connection.reusable or connection.idle_since <= oldest:
+                    self._discard(connection)
+            target.idle = [connection for connection in target.idle if connection in self._open]
+            left = left or bool(target.idle)
+        self._sweeper = loop.call_later(_SWEEP_SECONDS, self._sweep) if left else None
+
+    def _discard(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        connection.abort()
+
+    # -- new connections
+
+    async def _connect(self, target: Target, watchdog: _Watchdog) -> Connection:
+        seconds = min(self._connect_seconds, watchdog.seconds_left())
+        try:
+            async with asyncio.timeout(seconds):
+                connection = await self._dial(target)
+        except TimeoutError as error:
+            if seconds < self._connect_seconds:
+                raise watchdog.failure() from error
+            message = f"no connection within {self._connect_seconds:g} s"
+            raise NodeFailure(Failure.CONNECT_TIMEOUT, message, sent=False) from error
+        except (OSError, ssl.CertificateError) as error:
+            target.addresses = []
+            raise NodeFailure(Failure.CONNECT, _why_no_connection(error), sent=False) from error
+        self._open.add(connection)
+        return connection
+
+    async def _dial(self, target: Target) -> Connection:
+        loop = asyncio.get_running_loop()
+        plug = await aiohappyeyeballs.start_connection(
+            await self._addresses(target), happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS, loop=loop
+        )
+        try:
+            plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tls = self._tls_context() if target.tls else None
+            _, connection = await loop.create_connection(
+                Connection, sock=plug, ssl=tls, server_hostname=target.host if tls else None
+            )
+        except BaseException:
+            plug.close()
+            raise
+        return connection
+
+    async def _addresses(self, target: Target) -> list[AddrInfoType]:
+        loop = asyncio.get_running_loop()
+        if not target.addresses or loop.time() - target.resolved_at > _ADDRESS_SECONDS:
+            found: Sequence[Any] = _literal(target.host, target.port)
+            found = found or await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            target.addresses = list(found)
+            target.resolved_at = loop.time()
+        return target.addresses
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Made when the first node needs it, as loading the system's certificates takes a while."""
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+
+def _literal(host: str, port: int) -> list[AddrInfoType]:
+    """The address itself where the host is one; nothing has to be asked then."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return []
+    if version == 6:
+        return [(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port, 0, 0))]
+    return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
+
+
+def _why_no_connection(error: OSError | ssl.CertificateError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return "its TLS certificate was not accepted" if isinstance(error, ssl.CertificateError) else "no TLS with it"
+    if isinstance(error, socket.gaierror):
+        return "its name could not be resolved"
+    return os.strerror(error.errno).lower() if error.errno else "no connection"
+
+
+def _broken(error: ConnectionFailed, closed: Failure = Failure.CUT) -> NodeFailure:
+    if not isinstance(error, ConnectionClosed):
+        return NodeFailure(Failure.MALFORMED, "its answer is no valid HTTP")
+    if closed is Failure.CUT:
+        return NodeFailure(Failure.CUT, "it closed the connection in the middle of its answer")
+    return NodeFailure(Failure.DISCONNECTED, "it closed the connection before it answered")
+
+
+def _inflater(encoding: bytes | None) -> Any:
+    """Undoes a compression that was not asked for. Some nodes and reverse proxies compress all the same."""
+    name = (encoding or b"").lower()
+    if name in (b"", b"identity"):
+        return None
+    if name in (b"gzip", b"x-gzip", b"deflate"):
         return zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-    raise NodeFailure(Failure.MALFORMED, f"it compressed its answer as {encoding[:20]}, which was not asked for")
+    shown = name[:20].decode("ascii", "replace")
+    raise NodeFailure(Failure.MALFORMED, f"it compressed its answer as {shown}, which was not asked for")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from app.domain import LoadedModel, ModelInfo, NodeState, Request, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """What one attempt asks of a node."""
 
     request: Request
@@ -24,8 +23,7 @@ class Call:
     reasoning_content: bool = False  # also give reasoning under the name `reasoning_content`
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """The HTTP request for a node: a path below the node's URL, and a JSON body."""
 
     path: str

@@ -53,6 +53,17 @@ class Choices:
             changed |= self._repair(choice)
         return changed
 
+    def finish_all(self, choices: list[Any]) -> bool:
+        """Gives every choice of a whole document the reason for its end that some engines leave out."""
+        open_ended = [choice for choice in choices if not choice.get("finish_reason")]
+        for choice in open_ended:
+            message = choice.get("message")
+            called = isinstance(message, dict) and message.get("tool_calls")
+            index = choice.get("index")
+            reason = "tool_calls" if called else "stop"
+            choice["finish_reason"] = self.finished[index if isinstance(index, int) else 0] = reason
+        return bool(open_ended)
+
     def _repair(self, choice: Fields) -> bool:
         index = choice.get("index")
         place = index if isinstance(index, int) else 0

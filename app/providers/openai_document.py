@@ -85,6 +85,7 @@ class Generation(Document):
         if not choices:
             raise NodeFailure(Failure.EMPTY, "the node sent an answer with no choice in it")
         changed = self._choices.repair(choices)
+        changed |= self._choices.finish_all(choices)
         self.finish_reason = self._choices.finish_reason
         return changed
 

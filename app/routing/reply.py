@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.domain import Failure
 from app.errors import NodeFailure
 from app.providers.base import Answer
 from app.routing.attempt import Attempt
@@ -47,7 +48,7 @@ class Reply:
         """The client's next bytes; b"" only when over. Raises `NodeFailure` when the node broke after the commit."""
         try:
             while not self.complete:
-                data = b"" if self._answer.ended else await self._response.read()
+                data = b"" if self._answer.ended else await self._read()
                 out = self._answer.feed(data) if data else b""
                 if not data or self._answer.ended:
                     out = self._last(out)
@@ -60,6 +61,14 @@ class Reply:
             await self._response.drain()
             self.over = True
         return b""
+
+    async def _read(self) -> bytes:
+        try:
+            return await self._response.read()
+        except NodeFailure as failure:
+            if failure.failure is not Failure.CUT:
+                raise
+            return b""  # whether anything is missing the answer itself knows best
 
     def _last(self, out: bytes) -> bytes:
         """Ends the answer. What came before a break is the client's all the same; the next call tells of the break."""

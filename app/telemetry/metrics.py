@@ -1,4 +1,4 @@
-"""Prometheus metrics. The only module that knows prometheus-client.
+"""What is measured, under which names and labels.
 
 Label values are bounded: configured or listed names, enums and statuses, never a client's string.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +17,7 @@ from app.domain import AttemptRecord, NodeState, Operation, Outcome, tier_name
 from app.routing.admission import Admission
 from app.routing.registry import Node, Registry
 from app.routing.trail import Trail
+from app.telemetry.tallies import Count, Spread
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,65 +26,53 @@ _WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _CACHE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """What is counted of the requests that one node answered."""
-
-    first_token: Histogram
-    whole: Histogram
-    prompt: Counter
-    completion: Counter
-
-
 class Metrics:
     """Counts what requests and attempts came to, and reads the nodes' state when it is scraped."""
 
     def __init__(self, nodes: Registry, admission: Admission) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
+        self._requests = Count(
+            "hearth_requests",
+            "Client requests by what became of them.",
+            *("operation", "route", "tier", "node", "outcome"),
+        )
+        self._attempts = Count("hearth_attempts", "Attempts on nodes.", "node", "outcome", "failure")
+        self._fallbacks = Count("hearth_fallbacks", "Requests not served by their first choice, by reason.", "reason")
+        self._tokens = Count("hearth_tokens", "Tokens, as the nodes counted them.", "node", "tier", "direction")
+        self._first_token = Spread(
+            "hearth_time_to_first_token_seconds",
+            "From the request to its first content.",
+            _FIRST_TOKEN_BUCKETS,
+            *("node", "tier"),
+        )
+        self._whole = Spread(
+            "hearth_request_seconds", "From the request to its last byte.", _WHOLE_BUCKETS, "node", "tier"
+        )
         self._registry = CollectorRegistry()
-        self._registry.register(_Nodes(nodes, admission))
-        self._requests = self._counter(
-            "requests", "Client requests by what became of them.", "operation", "route", "tier", "node", "outcome"
-        )
-        self._attempts = self._counter("attempts", "Attempts on nodes.", "node", "outcome", "failure")
-        self._fallbacks = self._counter("fallbacks", "Requests not served by their first choice, by reason.", "reason")
-        self._tokens = self._counter("tokens", "Tokens, as the nodes counted them.", "node", "tier", "direction")
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From the request to its first content.", _FIRST_TOKEN_BUCKETS
-        )
-        self._whole = self._histogram("request_seconds", "From the request to its last byte.", _WHOLE_BUCKETS)
-        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
-        self._served: dict[str, _Served] = {}
+        for collector in (
+            _Nodes(nodes, admission),
+            *(self._requests, self._attempts, self._fallbacks, self._tokens, self._first_token, self._whole),
+        ):
+            self._registry.register(collector)
         self._rendered = (0.0, b"")
         self._rendering = asyncio.Lock()
 
     def attempt(self, node: Node, record: AttemptRecord) -> None:
         """Counts one settled attempt."""
-        self._child(self._attempts, node.name, record.outcome, record.failure or "").inc()
+        self._attempts.add((node.name, record.outcome, record.failure or ""))
 
     def request(self, operation: Operation, trail: Trail, outcome: Outcome) -> None:
         """Counts one finished request."""
-        tier = tier_name(trail.tier) if trail.node else ""
-        self._child(self._requests, operation, trail.route, tier, trail.node, outcome).inc()
+        node = trail.node
+        tier = tier_name(trail.tier) if node else ""
+        self._requests.add((operation, trail.route, tier, node, outcome))
         if trail.fallback:
-            self._child(self._fallbacks, trail.fallback).inc()
+            self._fallbacks.add((trail.fallback,))
         if trail.first_content is not None:
-            served = self._served.get(trail.node) or self._serve(trail.node, tier)
-            served.first_token.observe(trail.first_content - trail.started)
-            served.whole.observe(trail.seconds())
-            if trail.usage is not None:
-                served.prompt.inc(trail.usage.prompt_tokens)
-                served.completion.inc(trail.usage.completion_tokens)
-
-    def _serve(self, node: str, tier: str) -> _Served:
-        """A node's own metrics, found once: prometheus-client's look-up by labels costs more than the counting."""
-        served = self._served[node] = _Served(
-            self._first_token.labels(node, tier),
-            self._whole.labels(node, tier),
-            self._tokens.labels(node, tier, "prompt"),
-            self._tokens.labels(node, tier, "completion"),
-        )
-        return served
+            self._first_token.add((node, tier), trail.first_content - trail.started)
+            self._whole.add((node, tier), trail.seconds())
+        if trail.usage is not None:
+            self._tokens.add((node, tier, "prompt"), trail.usage.prompt_tokens)
+            self._tokens.add((node, tier, "completion"), trail.usage.completion_tokens)
 
     async def render(self) -> bytes:
         """The exposition text, made off the loop and kept for a second."""
@@ -94,19 +82,6 @@ class Metrics:
                 text = await asyncio.to_thread(generate_latest, self._registry)
                 self._rendered = (time.monotonic(), text)
         return text
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"hearth_{name}", text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(f"hearth_{name}", text, ("node", "tier"), registry=self._registry, buckets=tuple(buckets))
-
-    def _child(self, metric: Counter, *labels: str) -> Counter:
-        key = (metric, labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = metric.labels(*labels)
-        return child
 
 
 class _Nodes(Collector):

@@ -45,7 +45,8 @@ async def test_a_hostile_node_costs_no_answer_that_has_not_begun(kind: str, beha
                 elif behaviour is Behaviour.TOOL_INDEX_ZERO or behaviour is Behaviour.HUGE_LINE:
                     assert answer.whole
                 elif reached is Stage.SOME and not answer.whole:
-                    # Where bytes and fault come in one read, the fault may be seen before the content is committed.
+                    # Whole all the same: when the fault comes in one read with the first content, so that another
+                    # node could answer, or after the finish reason, so that only the formal end was missing.
                     assert answer.status == 200
                     assert answer.error
                     assert not answer.finish_reasons
@@ -53,7 +54,8 @@ async def test_a_hostile_node_costs_no_answer_that_has_not_begun(kind: str, beha
                 else:
                     assert answer.whole, answer
                     assert answer.text == expected
-                    assert answer.headers["x-hearth-node"] == ("n0" if reached is Stage.ALL else "n1")
+                    if reached is not Stage.SOME:
+                        assert answer.headers["x-hearth-node"] == ("n0" if reached is Stage.ALL else "n1")
                 # The next round begins with the hostile node again.
                 await until(lambda: bad.open == 0, "the hostile node is free")
                 if len(good.inferences) == asked:

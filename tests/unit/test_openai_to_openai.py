@@ -823,8 +823,19 @@ def test_document_is_given_out_only_when_whole() -> None:
     assert answer.usage == Usage(7, 3)
 
 
+def test_a_choice_of_a_document_without_a_finish_reason_gets_one() -> None:
+    plain = {"index": 0, "message": {"content": "x"}, "finish_reason": None}
+    calling = {"index": 1, "message": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}}
+
+    result = document({**ANSWER, "choices": [plain, calling]})
+
+    assert [choice["finish_reason"] for choice in orjson.loads(result.out)["choices"]] == ["stop", "tool_calls"]
+    assert result.finish_reason == "stop"
+
+
 def test_only_the_name_of_the_model_changes_in_a_document() -> None:
-    body = b'{ "model" : "/models/m.gguf", "choices":[{"message":{"content":"\\"model\\""}}],"x":1.0}'
+    choices = b'[{"message":{"content":"\\"model\\""},"finish_reason":"stop"}]'
+    body = b'{ "model" : "/models/m.gguf", "choices":' + choices + b',"x":1.0}'
 
     assert document(body).out == body.replace(b"/models/m.gguf", b"m")
 
