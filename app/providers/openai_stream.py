@@ -140,7 +140,16 @@ class EventStream:
             end = _end_of_events(data, 0)
             whole = data[:end]
             self._held += data[end:]
-        return whole
+        return whole + self._superfluous()
+
+    def _superfluous(self) -> bytes:
+        """Line breaks between events, more than are needed: they are not held, lest they go down with an event."""
+        if not self._held.startswith((b"\n", b"\r")):
+            return b""
+        count = len(self._held) - len(self._held.lstrip(b"\r\n"))
+        breaks = bytes(self._held[:count])
+        del self._held[:count]
+        return breaks
 
     def _check_held(self) -> None:
         if len(self._held) > MAX_EVENT_BYTES:
@@ -150,8 +159,6 @@ class EventStream:
 
     def _last_event(self) -> bytes:
         """An event that is complete but for its blank line. A part of one is none."""
-        if not self._held.strip(b"\r\n"):
-            return bytes(self._held)
         payload = _payload(bytes(self._held))
         if payload is None or (payload != b"[DONE]" and _decoded(payload) is None):
             return b""
@@ -300,7 +307,7 @@ def _end_of_events(data: bytes | bytearray, start: int) -> int:
 
 
 def _split(events: bytes) -> Iterator[bytes]:
-    """The events one by one. Superfluous line breaks between them come on their own."""
+    """The events one by one, and superfluous line breaks on their own."""
     start = 0
     for blank in _BLANK_LINE.finditer(events):
         event = events[start : blank.end()]
