@@ -155,6 +155,8 @@ class Prober:
             return None  # not every cloud lists its models
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise _Bad("refuses the key when asked for its models; set the node's api_key")
+        if status in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+            raise _Bad("lists no models; name them in the node's models")
         try:
             return kind.probe.models(document)
         except ValueError as error:
