@@ -392,6 +392,14 @@ async def test_a_model_is_asked_for_only_where_it_is() -> None:
             assert unknown.json()["error"]["code"] == "model_not_found"
 
 
+async def test_a_model_that_a_node_has_lost_keeps_no_other_from_it() -> None:
+    async with FakeVLLM(models=["a", "b"]) as node:
+        async with gateway(node, breaker_fail_max=1, health_check_interval=60) as hearth:
+            node.engine.models.remove("a")
+
+            assert [(await hearth.chat(model)).status_code for model in ("a", "b", "a", "b")] == [404, 200, 404, 200]
+
+
 async def test_a_node_with_the_model_in_memory_comes_first() -> None:
     async with FakeOllama(models=["m"]) as cold, FakeOllama(models=["m"]) as warm:
         async with httpx.AsyncClient() as operator:

@@ -358,6 +358,11 @@ async def _when_down(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
     return await _post(hearth, node)
 
 
+async def _when_closing(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
+    hearth.app.state.phase.closing = True
+    return await _post(hearth, node)
+
+
 Ask = Callable[[Gateway, FakeVLLM], Awaitable[httpx.Response]]
 OWN_ANSWERS: Mapping[str, tuple[dict[str, Any], Ask]] = {
     "the body is no JSON object": ({}, lambda h, n: _post(h, n, b"[]")),
@@ -376,6 +381,7 @@ OWN_ANSWERS: Mapping[str, tuple[dict[str, Any], Ask]] = {
     "the body is not declared as JSON": ({}, lambda h, n: _post(h, n, content_type="text/plain")),
     "every node is full, for as long as a request may wait": ({"first_token_timeout": 0.2}, _when_full),
     "no node that serves the model is up": ({}, _when_down),
+    "Hearth is shutting down": ({}, _when_closing),
 }
 
 
