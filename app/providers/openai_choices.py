@@ -31,6 +31,8 @@ class Choices:
         self._calls_end_with_stop = calls_end_with_stop
         self._both_reasoning_names = both_reasoning_names
         self._numbering: dict[int, _CallNumbers] = {}
+        self._calls_repaired = False
+        self._calls_continued = False
         self.finished: dict[int, str] = {}  # the reason by choice
 
     @property
@@ -40,6 +42,11 @@ class Choices:
     @property
     def called_tools(self) -> bool:
         return bool(self._numbering)
+
+    @property
+    def continues_calls_well(self) -> bool:
+        """The node has streamed a piece of a call that had begun before, and no call of it had to be repaired."""
+        return self._calls_continued and not self._calls_repaired
 
     def repair(self, choices: list[Any]) -> bool:
         """Changes the choices in place where that is needed; False when it was not.
@@ -81,9 +88,15 @@ class Choices:
             message["reasoning_content"] = message["reasoning"]
             changed = True
         if message.get("tool_calls"):
-            numbers = self._numbering.setdefault(place, _CallNumbers())
-            changed |= _repair_calls(message, numbers if streamed else None)
+            changed |= self._repair_calls(message, place, streamed=streamed)
         return changed
+
+    def _repair_calls(self, message: Fields, place: int, *, streamed: bool) -> bool:
+        numbers = self._numbering.setdefault(place, _CallNumbers())
+        repaired = _put_calls_right(message, numbers if streamed else None)
+        self._calls_repaired |= repaired
+        self._calls_continued |= not all(map(_has_name, message["tool_calls"]))
+        return repaired
 
     def _finish(self, choice: Fields, place: int) -> bool:
         reason = choice.get("finish_reason")
@@ -138,7 +151,7 @@ def _has_name(call: Fields) -> bool:
     return isinstance(function, dict) and bool(function.get("name"))
 
 
-def _repair_calls(message: Fields, numbers: _CallNumbers | None) -> bool:
+def _put_calls_right(message: Fields, numbers: _CallNumbers | None) -> bool:
     """Also undoes what old versions of TGI do: one call without a list, and arguments that are no text."""
     calls, changed = message["tool_calls"], False
     if isinstance(calls, dict):

@@ -25,6 +25,7 @@ _JSON_EVENT_ENDS = (b"}\n\n", b"}\r\n\r\n")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _DONE = b"data: [DONE]\n\n"
 _FIELDS = (b":", b"data", b"event", b"id", b"retry")  # what a line of a stream may begin with
+_ANY_CALL, _NEW_CALL = b'"function"', b'"name"'  # what a piece of a tool call has in it, and its first one only
 _HEAD = ("id", "object", "created", "model", "system_fingerprint")  # what all events of a stream have in common
 
 
@@ -54,8 +55,7 @@ class EventStream:
         "usage",
     )
 
-    def __init__(self, request: Request, choices: Choices, watched: tuple[bytes, ...] = ()) -> None:
-        """`watched` are more words, in quotes, that an event must be decoded for."""
+    def __init__(self, request: Request, choices: Choices, *, both_reasoning_names: bool = False) -> None:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
@@ -64,7 +64,7 @@ class EventStream:
         self._request = request
         self._name = orjson.dumps(request.model)
         self._choices = choices
-        self._watched = watched
+        self._watched = _watched(request, both_reasoning_names)
         self._expected = _expected_choices(request)
         self._finish_mark = b'"finish_reason":"'
         self._usage_mark = b'"usage":{'
@@ -244,13 +244,19 @@ class EventStream:
         self.finish_reason = self._choices.finish_reason
         self.begun = self.begun or holds_content(choices)
         if self._choices.called_tools:
-            self._watch(b'"function"')
+            self._watch_calls()
         named = self._named(document, event)
         return self._encoded(document) if changed else named
 
     def _watch(self, word: bytes) -> None:
         if word not in self._watched:
             self._watched += (word,)
+
+    def _watch_calls(self) -> None:
+        """Every piece of a call has a "function" in it. Of a node that is good at it only the first ones are read."""
+        new, old = (_NEW_CALL, _ANY_CALL) if self._choices.continues_calls_well else (_ANY_CALL, _NEW_CALL)
+        if new not in self._watched:
+            self._watched = (*(word for word in self._watched if word != old), new)
 
     def _without_choices(self, document: Fields, event: bytes) -> bytes:
         """Usage comes after all else, once, and only to a client that asked for it."""
@@ -291,6 +297,12 @@ class EventStream:
         return b"data: " + encoded(document) + b"\n\n"
 
 
+def _watched(request: Request, both_reasoning_names: bool) -> tuple[bytes, ...]:
+    """More words that an event must be decoded for."""
+    words = {b'"reasoning"': both_reasoning_names, _ANY_CALL: bool(request.fields.get("tools"))}
+    return tuple(word for word, wanted in words.items() if wanted)
+
+
 def _expected_choices(request: Request) -> int:
     """How many choices must end before the answer is whole."""
     each = request.fields.get("n")
@@ -324,6 +336,8 @@ def _split(events: bytes) -> Iterator[bytes]:
 
 def _payload(event: bytes) -> bytes | None:
     """The data of an event; None when it has none."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+        return event[6:-2].strip()
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines).strip() if lines else None
 

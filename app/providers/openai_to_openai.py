@@ -203,5 +203,4 @@ def answer(call: Call, traits: Traits) -> Answer:
     )
     if not request.stream:
         return Generation(request, choices)
-    watched = {b'"reasoning"': call.reasoning_content, b'"function"': bool(request.fields.get("tools"))}
-    return EventStream(request, choices, tuple(word for word, wanted in watched.items() if wanted))
+    return EventStream(request, choices, both_reasoning_names=call.reasoning_content)

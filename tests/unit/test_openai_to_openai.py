@@ -657,6 +657,29 @@ def test_interleaved_pieces_stay_with_their_calls() -> None:
     assert tool_stream(*calls, tools=[{}]) == [(0, "f"), (1, "g"), (0, "{1")]
 
 
+@pytest.mark.parametrize("asked", [{"tools": [{}]}, {}])
+def test_node_that_numbers_its_second_call_wrong_is_put_right_from_there(asked: dict[str, Any]) -> None:
+    calls = [
+        [tool_piece(0, "a", "f")],
+        [tool_piece(0, None, None, "{1")],
+        [tool_piece(0, None, None, "}1")],
+        [tool_piece(0, "b", "g")],
+        [tool_piece(0, None, None, "{2")],
+        [tool_piece(0, None, None, "}2")],
+    ]
+
+    assert tool_stream(*calls, **asked) == PARALLEL
+
+
+def test_pieces_of_a_call_that_has_begun_well_are_passed_on_unread() -> None:
+    good = [event(chunk({"tool_calls": [tool_piece(0, "a", "f")]})), event(chunk({"tool_calls": [tool_piece(0)]}))]
+    odd = b'data: {"tool_calls" : [{"function": nonsense\n\n'
+
+    result = stream(*good, odd, FINISH, DONE, tools=[{}])
+
+    assert result.out == b"".join(good) + odd + FINISH + DONE
+
+
 def test_new_id_for_every_piece_does_not_tear_a_call_apart() -> None:
     calls = [[tool_piece(0, "a", "f")], [tool_piece(0, "b", None, "{1")], [tool_piece(0, "c", None, "}1")]]
 
