@@ -50,6 +50,7 @@ class NodeState(StrEnum):
     """What probes last said of a node."""
 
     UNKNOWN = "unknown"  # not reached yet
+    JOINING = "joining"  # has registered, and is not ready yet
     HEALTHY = "healthy"
     LOADING = "loading"  # up, but its engine is not ready
     SLEEPING = "sleeping"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from app.telemetry.logs import Logger
 _DOWN_AT = 2.0
 _SLOW_BUT_BUSY = 0.5
 _UP_AFTER = 2  # good probes in a row, once it was down
+_JOINING_PROBES = 120  # bad ones until a node that registered and was never up counts as down
 _SOON_SECONDS = 0.5  # to the next probe while the evidence is not enough
 _JITTER = 0.1
+_REFUSED = "connection refused"
 _ANSWER_BYTES = 8 * 2**20
 _LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 
@@ -70,14 +72,30 @@ class Prober:
         self._timeout = timeout_seconds
         self._log = log
         self._verify = verify
-        self._wake: dict[Node, asyncio.Event] = {node: asyncio.Event() for node in registry}
-        self._pending = set(self._wake)
+        self._wake: dict[Node, asyncio.Event] = {}
+        self._start: Callable[[Node], asyncio.Task[None]] | None = None  # once it runs
+        self._tasks: dict[Node, asyncio.Task[None]] = {}
+        self._pending: set[Node] = set()
         self.first_round = asyncio.Event()
 
     def suspect(self, node: Node) -> None:
         """A request met trouble: look at the node now rather than at its turn."""
         if node in self._wake:
             self._wake[node].set()
+
+    def watch(self, node: Node) -> None:
+        """Looks after one more node, from now on or from the start."""
+        self._wake[node] = asyncio.Event()
+        if self._start is not None:
+            self._tasks[node] = self._start(node)
+
+    def forget(self, node: Node) -> None:
+        """Looks after this node no more."""
+        self._wake.pop(node, None)
+        self._pending.discard(node)
+        task = self._tasks.pop(node, None)
+        if task is not None:
+            task.cancel()
 
     async def run(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=None, keepalive_expiry=3.5)
@@ -86,15 +104,19 @@ class Prober:
             httpx.AsyncClient(limits=limits, timeout=timeout, verify=self._verify, trust_env=False) as client,
             asyncio.TaskGroup() as tasks,
         ):
-            if not self._wake:
+            self._start = lambda node: tasks.create_task(self._watch(client, node), name=f"probe {node.name}")
+            self._pending = set(self._registry)
+            if not self._pending:
                 self.first_round.set()
-            for node in self._wake:
-                tasks.create_task(self._watch(client, node), name=f"probe {node.name}")
+            for node in self._registry:
+                self.watch(node)
+            await asyncio.Event().wait()  # nodes may come at any time
 
     async def _watch(self, client: httpx.AsyncClient, node: Node) -> None:
         against, good = 0.0, 0
+        wake = self._wake[node]
         while True:
-            self._wake[node].clear()
+            wake.clear()
             seen = await self._look(client, node)
             against = against + seen.weight if seen.weight else 0.0
             good = 0 if seen.weight else good + 1
@@ -102,11 +124,13 @@ class Prober:
             self._pending.discard(node)
             if not self._pending:
                 self.first_round.set()
-            await self._pause(node, self._interval if settled else _SOON_SECONDS)
+            await self._pause(wake, self._interval if settled else _SOON_SECONDS)
 
     def _judge(self, node: Node, seen: _Seen, against: float, good: int) -> bool:
         """Tells the registry what is now believed; False when one more probe should come soon."""
         before = node.state
+        if before is NodeState.JOINING and seen.weight and against < _JOINING_PROBES:
+            return False  # an engine registers before it listens, and may load its model for minutes
         if seen.weight:
             settled = before is NodeState.DOWN or against >= _DOWN_AT or before is NodeState.UNKNOWN
             if settled:
@@ -119,10 +143,10 @@ class Prober:
             self._log.info("node changed", node=node.name, state=node.state, before=before, reason=node.reason)
         return settled
 
-    async def _pause(self, node: Node, seconds: float) -> None:
+    async def _pause(self, wake: asyncio.Event, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds * random.uniform(1 - _JITTER, 1 + _JITTER)):
-                await self._wake[node].wait()
+                await wake.wait()
             await asyncio.sleep(_SOON_SECONDS * random.random())  # many requests may raise the same suspicion
         except TimeoutError:
             pass
@@ -197,7 +221,8 @@ class Prober:
         except httpx.ConnectTimeout as error:
             raise _Bad("no connection in time; is its address right, and no firewall between?") from error
         except httpx.ConnectError as error:
-            raise _Bad(_connect_reason(error) + _container_hint(node.spec.url)) from error
+            reason = _connect_reason(error)
+            raise _Bad(reason + _container_hint(node.spec.url) if reason == _REFUSED else reason) from error
         except httpx.TimeoutException as error:
             raise _Bad("does not answer probes in time", slow=True) from error
         except httpx.HTTPError as error:
@@ -209,7 +234,7 @@ def _connect_reason(error: BaseException) -> str:
     """In plain words. httpx hides the cause below layers of its own, and several addresses may have been tried."""
     text = " ".join(f"{type(cause).__name__} {cause}" for cause in _causes(error)).lower()
     if "refused" in text:
-        return "connection refused"
+        return _REFUSED
     if "certificate" in text or "ssl" in text:
         return "its TLS certificate was not accepted"
     if "gaierror" in text or "name or service" in text or "nodename" in text:

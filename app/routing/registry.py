@@ -120,6 +120,18 @@ class Registry:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
 
+    def add(self, node: Node) -> None:
+        self._nodes.append(node)
+        self._changed()
+
+    def remove(self, node: Node) -> None:
+        self._nodes = [other for other in self._nodes if other is not node]
+        self._changed()
+
+    def _changed(self) -> None:
+        self._serving.clear()
+        self.on_change()
+
     def local(self) -> list[Node]:
         return [node for node in self._nodes if not node.cloud]
 

@@ -1,0 +1,132 @@
+"""Nodes that come, drain and go while Hearth runs, and that are still there after a restart.
+
+A node that registers again is a new one: what runs on the old one settles its accounts with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from app.domain import NodeSpec, NodeState
+from app.routing.registry import Node, Registry
+
+_SAVE_AFTER_SECONDS = 0.2  # many changes at once are written once
+
+
+class Watcher(Protocol):
+    """Who looks after nodes."""
+
+    def watch(self, node: Node) -> None: ...
+
+    def forget(self, node: Node) -> None: ...
+
+
+class Store(Protocol):
+    """Where nodes are kept. Both calls block, and are made in a thread."""
+
+    def load(self) -> Sequence[NodeSpec]: ...
+
+    def save(self, specs: Sequence[NodeSpec]) -> None: ...
+
+
+class Membership:
+    """Changes who is in the registry."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        make_node: Callable[[NodeSpec], Node],
+        watcher: Watcher,
+        store: Store | None,
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self._registry = registry
+        self._make_node = make_node
+        self._watcher = watcher
+        self._store = store
+        self._on_trouble = on_trouble
+        self._added: dict[str, NodeSpec] = {}  # by URL: those that the settings do not name
+        self._changed = asyncio.Event()
+
+    async def restore(self) -> None:
+        """Takes back the nodes of the last run. They are asked before they get work."""
+        if self._store is None:
+            return
+        for spec in await asyncio.to_thread(self._store.load):
+            if self.find(spec.url) is None:
+                self._join(spec)
+
+    async def keep(self) -> None:
+        """Writes changes down until it is cancelled, and then what is left of them."""
+        if self._store is None:
+            return
+        try:
+            while True:
+                await self._changed.wait()
+                await asyncio.sleep(_SAVE_AFTER_SECONDS)
+                await self._save(self._store)
+        finally:
+            if self._changed.is_set():
+                await self._save(self._store)
+
+    async def _save(self, store: Store) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.to_thread(store.save, list(self._added.values()))
+        except OSError as error:
+            self._on_trouble(f"nodes could not be written to NODES_FILE: {error.strerror}")
+
+    def find(self, url: str) -> Node | None:
+        """The local node at this URL, however it is written."""
+        wanted = same_address(url)
+        return next((node for node in self._registry.local() if same_address(node.spec.url) == wanted), None)
+
+    def add(self, spec: NodeSpec) -> Node:
+        """Admits a node as soon as it answers. One at the same URL is replaced, with its counts and history."""
+        self.remove(spec.url)
+        node = self._join(spec)
+        self._changed.set()
+        return node
+
+    def remove(self, url: str) -> Node | None:
+        """Forgets a node. What runs on it may end. Returns it, or None when there was none."""
+        node = self.find(url)
+        if node is None:
+            return None
+        node.draining = True  # nobody who holds it still may choose it
+        self._watcher.forget(node)
+        self._registry.remove(node)
+        if self._added.pop(same_address(url), None) is not None:
+            self._changed.set()
+        return node
+
+    def drain(self, node: Node, draining: bool = True) -> None:
+        """Gives a node no new requests, or gives it some again."""
+        node.draining = draining
+        self._registry.on_change()
+
+    def unique_name(self, wanted: str) -> str:
+        taken = {node.name for node in self._registry}
+        number, name = 1, wanted
+        while name in taken:
+            number += 1
+            name = f"{wanted}#{number}"
+        return name
+
+    def _join(self, spec: NodeSpec) -> Node:
+        node = self._make_node(spec)
+        node.state, node.reason = NodeState.JOINING, "waits for its first answer"
+        self._added[same_address(spec.url)] = spec
+        self._registry.add(node)
+        self._watcher.watch(node)
+        return node
+
+
+def same_address(url: str) -> str:
+    """What two ways of writing one URL have in common. The spelling itself is kept: some engines compare it."""
+    parts = urlsplit(url.strip())
+    port = parts.port or (443 if parts.scheme.lower() == "https" else 80)
+    return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}:{port}{parts.path.rstrip('/')}"
