@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trustme
 
 from tests.fakes import (
     KINDS,
@@ -376,6 +379,32 @@ async def test_a_name_whose_first_address_is_dead_is_reached_by_the_next_one_soo
             assert (await hearth.chat()).status_code == 200
             assert time.monotonic() - began < 1
             assert node.inferences[0].headers["host"] == f"gpu-box.test:{node.port}"
+
+
+async def test_a_certificate_that_nobody_trusts_is_told_as_such() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        node = {"url": f"https://127.0.0.1:{port}", "kind": "vllm", "name": "n0", "models": ["m"]}
+        async with gateway(local_nodes=json.dumps([node]), health_check_interval=0.1) as hearth:
+            await hearth.state("n0", "down")
+
+            assert (await hearth.nodes())["n0"]["reason"] == "its TLS certificate was not accepted"
+
+
+async def test_localhost_inside_a_container_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.probes.Path", lambda path: SimpleNamespace(exists=lambda: path == "/.dockerenv"))
+    async with FakeVLLM(models=["m"]) as node:
+        node.behave(Behaviour.REFUSE)
+        async with gateway(node, health_check_interval=0.1) as hearth:
+            await hearth.state("n0", "down")
+
+            assert "host.docker.internal" in (await hearth.nodes())["n0"]["reason"]
 
 
 def _resolve(monkeypatch: pytest.MonkeyPatch, port: int | None) -> None:
