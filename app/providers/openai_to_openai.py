@@ -157,7 +157,7 @@ def _rewritten(call: Call, changes: Mapping[str, Any]) -> bytes:
     """The body encoded anew. Raises `InvalidRequest` when it is nested too deeply for that."""
     request = call.request
     try:
-        if _holds_giant(request.fields.values()):
+        if holds_giant(request.fields.values()):
             fields = json.loads(request.body)
             _apply(fields, call.model, changes)
             return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
@@ -177,7 +177,7 @@ def _apply(fields: dict[str, Any], model: str, changes: Mapping[str, Any]) -> No
     fields["model"] = model
 
 
-def _holds_giant(values: Iterable[Any]) -> bool:
+def holds_giant(values: Iterable[Any]) -> bool:
     """Whether a number is so large that it may have been an integer which orjson could not hold, and rounded."""
     left = list(values)
     while left:
