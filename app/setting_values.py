@@ -105,10 +105,14 @@ def choice(value: object, allowed: Sequence[str], aliases: Mapping[str, str] | N
 
 def flag(value: object) -> bool:
     """A yes or no in any of the usual forms."""
-    wanted = str(value).strip().lower()
-    if wanted in _TRUE or wanted in _FALSE:
-        return wanted in _TRUE
+    if is_flag(value):
+        return str(value).strip().lower() in _TRUE
     raise ValueError(f"{shown(value)} is not true or false (also 1/0, yes/no, on/off)")
+
+
+def is_flag(value: object) -> bool:
+    """Whether `flag` would take it."""
+    return str(value).strip().lower() in (*_TRUE, *_FALSE)
 
 
 def from_json(document: str) -> Any:

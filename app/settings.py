@@ -1,7 +1,7 @@
 """Every setting, its default, and where it comes from. The only module that knows pydantic-settings.
 
 What is set wins in this order: flags, environment, `.env`, the YAML file that CONFIG_FILE names, default. An empty
-value means the default, so that it also hides what a lower place says.
+value means the default, so that it also hides what a lower place says. Two variables of LMDeploy come last of all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -30,20 +30,32 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app import declarations
+from app import declarations, networks, setting_flags
 from app import setting_values as values
 from app.declarations import CloudProvider
 from app.domain import NodeSpec
+from app.networks import Network
 from app.routing.route_spec import RouteSpec
+
+T = TypeVar("T")
 
 STRATEGIES = ("round_robin", "least_connections", "weighted", "random")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
 BUDGET_PERIODS = ("month", "week", "day")
+SERVING_STRATEGIES = ("Hybrid", "DistServe")
+MIGRATION_PROTOCOLS = ("RDMA", "NVLINK", "TCP")
+LINK_TYPES = ("RoCE", "IB")
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OPENAI = "https://api.openai.com/v1"
 _HIDDEN = Field(exclude=True)  # holds keys, which must not get into a dump
+_LOG_LEVEL_ALIASES = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug"}
+_LMDEPLOY_VARIABLES = {
+    "LMDEPLOY_CONTROLLER_HEART_BEAT_EXPIRATION": "health_check_interval",
+    "AIOHTTP_TIMEOUT": "request_timeout",
+}
+_IGNORED_VARIABLES = ("UVICORN_LOG_LEVEL",)
 _ONE_WORKER = "workers would not share in-flight counts, breakers and limits; run one"
 
 
@@ -84,12 +96,23 @@ def _file(value: object) -> Path:
     return path
 
 
-def _list_of(read: Callable[[Any], str]) -> Callable[[object], tuple[str, ...]]:
+def _nodes_file(value: object) -> Path | None:
+    """Where to write; it need not exist. None when off, which YAML reads as false."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+        return None
+    path = value if isinstance(value, Path) else Path(values.text(value)).expanduser()
+    if os.path.isdir(path):
+        raise ValueError(f"{values.shown(str(path))} is a folder; name a file in it")
+    return path
+
+
+def _list_of(read: Callable[[Any], T]) -> Callable[[object], tuple[T, ...]]:
     return lambda value: tuple(read(entry) for entry in values.entries(value))
 
 
 Seconds = Annotated[float, BeforeValidator(values.seconds)]
 Count = Annotated[int, BeforeValidator(partial(values.whole, at_least=0))]
+Flag = Annotated[bool, BeforeValidator(values.flag)]
 Text = Annotated[str, BeforeValidator(values.text)]
 Url = Annotated[str, BeforeValidator(values.web_url)]
 File = Annotated[Path, BeforeValidator(_file)]
@@ -139,6 +162,20 @@ class Settings(BaseSettings):
     breaker_fail_max: Count = 3
     breaker_reset_timeout: Seconds = 15.0
 
+    nodes_open: Flag = False
+    nodes_networks: Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_list_of(networks.network))] = (
+        networks.DEFAULT
+    )
+    nodes_peer_address: Flag = True
+    nodes_file: Annotated[Path | None, BeforeValidator(_nodes_file)] = Path("data/nodes.json")
+    disable_cache_status: Flag = False
+
+    serving_strategy: Annotated[str, _one_of(SERVING_STRATEGIES)] = "Hybrid"
+    migration_protocol: Annotated[str, _one_of(MIGRATION_PROTOCOLS)] = "RDMA"
+    link_type: Annotated[str, _one_of(LINK_TYPES)] = "RoCE"
+    disable_gdr: Flag = False
+    dummy_prefill: Flag = False
+
     api_keys: Secrets = ()
     admin_keys: Secrets = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_list_of(values.origin))] = ()
@@ -150,7 +187,7 @@ class Settings(BaseSettings):
     ssl_certfile: File | None = None
     ssl_keyfile: File | None = None
 
-    log_level: Annotated[str, _one_of(LOG_LEVELS, {"warn": "warning"})] = "INFO"
+    log_level: Annotated[str, _one_of(LOG_LEVELS, _LOG_LEVEL_ALIASES)] = "INFO"
     log_format: Annotated[str, _one_of(LOG_FORMATS)] = "auto"
 
     database_url: SecretUrl | None = None
@@ -177,6 +214,10 @@ class Settings(BaseSettings):
         """The entries of MODEL_MAP in their order."""
         return self.model_map
 
+    def nodes_path(self) -> Path | None:
+        """Where nodes that are added at run time are kept; None when they are not."""
+        return None if self.disable_cache_status else self.nodes_file
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -188,7 +229,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         if isinstance(init_settings, InitSettingsSource):
             _refuse_unknown(init_settings.init_kwargs, "the call")
-        return init_settings, env_settings, dotenv_settings, _YamlFile(settings_cls)
+        return init_settings, env_settings, dotenv_settings, _YamlFile(settings_cls), _LmdeployVariables(settings_cls)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -235,19 +276,25 @@ class Settings(BaseSettings):
             yield f"LOCAL_NODES lists {url} more than once; it counts as that many nodes"
         if self.host not in _LOOPBACK and not self.api_keys:
             yield f"HOST is {self.host} and API_KEYS is not set: whoever reaches this address may use it"
+        if self.host not in _LOOPBACK and self.nodes_open:
+            yield f"HOST is {self.host} and NODES_OPEN is on: whoever reaches this address may add nodes"
 
 
 def load_settings(argv: Sequence[str] = (), *, env_file: str | Path | None = ".env") -> Settings:
     """Reads all settings. `argv` are flags: each setting's name with dashes. Raises `SettingsError`."""
     flags = _flags(argv)
+    tls = _demands_tls(flags)
     try:
-        return Settings(_env_file=env_file, **flags)
+        settings = Settings(_env_file=env_file, **flags)
     except ValidationError as error:
         raise SettingsError(_one_line(error)) from None
     except OSError as error:
         raise SettingsError(f"{env_file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise SettingsError(f"{env_file} cannot be read: it is not UTF-8 text") from None
+    if tls and settings.ssl_certfile is None:
+        raise SettingsError("--ssl: SSL_CERTFILE and SSL_KEYFILE are not set; TLS needs both")
+    return settings
 
 
 class _YamlFile(PydanticBaseSettingsSource):
@@ -259,6 +306,24 @@ class _YamlFile(PydanticBaseSettingsSource):
     def __call__(self) -> dict[str, Any]:
         path = _tidy(self.current_state.get("config_file"))
         return {} if path is None else _read_yaml(Path(str(path)).expanduser())
+
+
+class _LmdeployVariables(PydanticBaseSettingsSource):
+    """What LMDeploy's variables say where Hearth's own say nothing. A 0, which lifts the limit there, sets nothing."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        found = {}
+        for variable, name in _LMDEPLOY_VARIABLES.items():
+            value = _tidy(_variable(variable, self.current_state))
+            if value not in (None, "0") and name not in self.current_state:
+                try:
+                    found[name] = values.seconds(value)
+                except ValueError as error:
+                    raise SettingsError(f"{variable}: {error}") from None
+        return found
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -297,22 +362,20 @@ def _refuse_unknown(names: Mapping[str, object], place: str) -> None:
 
 
 def _flags(argv: Sequence[str]) -> dict[str, Any]:
-    """`--port 9000` and `--port=9000`; the last one wins."""
-    found: dict[str, Any] = {}
-    rest = iter(argv)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        name = flag.removeprefix("--").lower().replace("-", "_")
-        if not flag.startswith("--") or name not in Settings.model_fields:
-            known = ["--" + field.replace("_", "-") for field in Settings.model_fields]
-            raise SettingsError(f"{values.shown(flag)} is not a flag{values.did_you_mean(flag, known)}")
-        if not equals:
-            following = next(rest, None)
-            if following is None or following.startswith("--"):
-                raise SettingsError(f"{flag} needs a value")
-            value = following
-        found[name] = value
-    return found
+    switches = {name for name, field in Settings.model_fields.items() if field.annotation is bool}
+    try:
+        return {**setting_flags.read(argv, Settings.model_fields, switches=switches, lists=("api_keys", "admin_keys"))}
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _demands_tls(flags: dict[str, Any]) -> bool:
+    """Takes out `--ssl`, which is no setting: a certificate turns TLS on."""
+    written = _tidy(flags.pop(setting_flags.SSL, None))
+    try:
+        return written is not None and values.flag(written)
+    except ValueError as error:
+        raise SettingsError(f"--ssl: {error}") from None
 
 
 def _tidy(value: object) -> object:
@@ -334,7 +397,8 @@ def _variable(name: str, given: Mapping[str, object]) -> str | None:
 def _misspelt(given: Mapping[str, object]) -> Iterator[str]:
     for name in given:
         hint = values.did_you_mean(name.upper(), [field.upper() for field in Settings.model_fields])
-        if name not in Settings.model_fields and hint:
+        of_lmdeploy = name.upper() in (*_LMDEPLOY_VARIABLES, *_IGNORED_VARIABLES)
+        if name not in Settings.model_fields and hint and not of_lmdeploy:
             yield f".env: {name.upper()} is not a setting{hint}"
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from app import networks
 from app import setting_values as values
 from app.domain import NodeSpec, Role
 from app.routing.route_spec import RouteSpec
@@ -18,13 +20,14 @@ from app.settings import Settings, SettingsError, load_settings
 
 EXAMPLE = Path(__file__).parents[2] / ".env.example"
 KEY = "sk-d41d8cd98f00b204"
+HEART_BEAT = "LMDEPLOY_CONTROLLER_HEART_BEAT_EXPIRATION"
 
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither the machine's variables nor a `.env` in its working directory reach a test."""
     for name in list(os.environ):
-        if name.lower() in Settings.model_fields:
+        if name.lower() in Settings.model_fields or name in ("AIOHTTP_TIMEOUT", HEART_BEAT):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
@@ -267,10 +270,19 @@ def test_settings_do_not_show_secrets() -> None:
         ("--ssl-certfile", "nowhere.pem", "SSL_CERTFILE: 'nowhere.pem' is no file that exists"),
         ("--cloud-endpoint", "api.openai.com", "such as http://api.openai.com"),
         ("--redis-url", "localhost", "REDIS_URL: is not a URL"),
+        ("--nodes-open=maybe", None, "NODES_OPEN: 'maybe' is not true or false"),
+        ("--ssl=maybe", None, "--ssl: 'maybe' is not true or false"),
+        ("--nodes-networks", "10.0.0.0/8,lan", "NODES_NETWORKS: 'lan' is not a network such as 10.0.0.0/8"),
+        ("--nodes-networks", "10.1.2.3/8", "within a network; write 10.0.0.0/8, or the address alone"),
+        ("--nodes-networks", "169.254.0.0/16", "'169.254.0.0/16' is never allowed"),
+        ("--nodes-file", ".", "NODES_FILE: '.' is a folder; name a file in it"),
+        ("--serving-strategy", "Serve", "SERVING_STRATEGY: 'Serve' is not one of Hybrid, DistServe"),
+        ("--migration-protocol", "UDP", "MIGRATION_PROTOCOL: 'UDP' is not one of RDMA, NVLINK, TCP"),
+        ("--link-type", "ethernet", "LINK_TYPE: 'ethernet' is not one of RoCE, IB"),
     ],
 )
-def test_bad_values_are_refused(flag: str, value: str, said: str) -> None:
-    assert said in refusal(flag, value)
+def test_bad_values_are_refused(flag: str, value: str | None, said: str) -> None:
+    assert said in (refusal(flag) if value is None else refusal(flag, value))
 
 
 @pytest.mark.parametrize(
@@ -364,6 +376,113 @@ def test_tls_needs_certificate_and_key(tmp_path: Path) -> None:
     assert refusal("--ssl-keyfile", "key.pem").startswith("SSL_CERTFILE: not set")
     settings = load_settings(["--ssl-certfile", "cert.pem", "--ssl-keyfile", "key.pem"])
     assert (settings.ssl_certfile, settings.ssl_keyfile) == (Path("cert.pem"), Path("key.pem"))
+
+
+# Nodes that are added at run time
+
+
+def test_nodes_may_join_from_the_own_networks_only() -> None:
+    assert load_settings().nodes_networks == networks.DEFAULT
+    assert load_settings(["--nodes-networks", "192.168.7.0/24, 2001:db8::7"]).nodes_networks == (
+        IPv4Network("192.168.7.0/24"),
+        IPv6Network("2001:db8::7/128"),
+    )
+    assert load_settings(["--nodes-networks", "[]"]).nodes_networks == ()
+
+
+@pytest.mark.parametrize("off", [["--nodes-file", "Off"], ["--disable-cache-status"], ["--config-file", "off.yaml"]])
+def test_added_nodes_are_kept_unless_that_is_off(tmp_path: Path, off: list[str]) -> None:
+    """YAML reads `off` as false."""
+    (tmp_path / "off.yaml").write_text("nodes_file: off\n")
+
+    assert load_settings().nodes_path() == Path("data/nodes.json")
+    assert load_settings(["--nodes-file", "~/nodes.json"]).nodes_path() == Path.home() / "nodes.json"
+    assert load_settings(off).nodes_path() is None
+
+
+def test_letting_everybody_add_nodes_is_warned_of() -> None:
+    argv = ["--nodes-open", "--api-keys", "k1"]
+
+    assert "may add nodes" in load_settings([*argv, "--host", "0.0.0.0"]).warnings[0]
+    assert load_settings(argv).warnings == []
+
+
+# What `lmdeploy serve proxy` takes
+
+
+def test_switches_need_no_value_but_may_have_one() -> None:
+    settings = load_settings(["--dummy-prefill", "--nodes-open", "no", "--disable-gdr=false", "--disable-cache-status"])
+
+    assert (settings.dummy_prefill, settings.nodes_open, settings.disable_gdr) == (True, False, False)
+    assert settings.disable_cache_status
+
+
+def test_lmdeploys_flags_set_what_they_mean_here() -> None:
+    argv = "--server-name 0.0.0.0 --server-port 9000 --routing-strategy random --serving-strategy distserve"
+    settings = load_settings([*argv.split(), "--migration-protocol", "nvlink", "--link-type", "ib", "--api-keys", "k1"])
+
+    assert (settings.host, settings.port, settings.lb_strategy) == ("0.0.0.0", 9000, "random")
+    assert (settings.serving_strategy, settings.migration_protocol, settings.link_type) == ("DistServe", "NVLINK", "IB")
+
+
+@pytest.mark.parametrize(
+    ("argv", "count"),
+    [
+        (["--api-keys"], 0),
+        (["--api-keys", "--disable-gdr"], 0),
+        (["--api-keys", "k1", "--disable-gdr"], 1),
+        (["--api-keys", "k1", "k2", "", "k3", "--port", "1"], 3),
+        (["--api-keys", "k1,k2", "k3"], 3),
+        (["--api-keys=k1", "k2"], 2),
+        (["--api-keys", '["k1", "k2"]'], 2),
+    ],
+)
+def test_several_keys_stand_after_one_flag(argv: list[str], count: int) -> None:
+    assert len(load_settings(argv).api_keys) == count
+
+
+@pytest.mark.parametrize(
+    ("written", "level"), [("CRITICAL", "ERROR"), ("FATAL", "ERROR"), ("WARN", "WARNING"), ("NOTSET", "DEBUG")]
+)
+def test_pythons_other_log_levels_have_a_neighbour_here(written: str, level: str) -> None:
+    assert load_settings(["--log-level", written]).log_level == level
+
+
+def test_the_ssl_flag_demands_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pem").write_text("x")
+    assert refusal("--ssl") == "--ssl: SSL_CERTFILE and SSL_KEYFILE are not set; TLS needs both"
+    assert load_settings(["--ssl", "no"]).ssl_certfile is None
+    monkeypatch.setenv("SSL_CERTFILE", "pem")
+    monkeypatch.setenv("SSL_KEYFILE", "pem")
+
+    assert load_settings(["--ssl"]).ssl_certfile == Path("pem")
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["dotenv", "environment"])
+def test_lmdeploys_variables_count_where_ours_are_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_file: bool
+) -> None:
+    variables = {HEART_BEAT: "90", "AIOHTTP_TIMEOUT": "700", "UVICORN_LOG_LEVEL": "debug"}
+    if in_file:
+        (tmp_path / ".env").write_text("\n".join(f"{name}={value}" for name, value in variables.items()))
+    else:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+    (tmp_path / "hearth.yaml").write_text("request_timeout: 900")
+
+    settings = load_settings()
+    ours = load_settings(["--health-check-interval", "7", "--config-file", "hearth.yaml"])
+
+    assert (settings.health_check_interval, settings.request_timeout, settings.warnings) == (90, 700, [])
+    assert (ours.health_check_interval, ours.request_timeout) == (7, 900)
+
+
+def test_lmdeploys_variables_are_checked_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOHTTP_TIMEOUT", "0")  # there: no limit
+    monkeypatch.setenv(HEART_BEAT, "often")
+
+    assert refusal().startswith(f"{HEART_BEAT}: 'often' is not a time")
+    assert load_settings(["--health-check-interval", "5"]).request_timeout == 1800
 
 
 # Local nodes
