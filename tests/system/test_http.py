@@ -97,6 +97,14 @@ async def test_a_chat_is_served_with_and_without_v1_and_with_slashes_too_many(ho
     assert house.node.inferences[-1].query == ""
 
 
+async def test_slashes_too_many_do_not_hide_the_other_routes(house: House) -> None:
+    listed = await send(house.hearth.url, request(path="//v1//models", method="GET"), "GET")
+    shown = await send(house.hearth.url, request(path="/v1//models/m", method="GET"), "GET")
+
+    assert [model["id"] for model in listed.json["data"]] == ["m"]
+    assert shown.json["id"] == "m"
+
+
 @pytest.mark.parametrize(
     "path", [*(path + "/" for path in HOT), "/v1//", "//evil.example/v1/models", "/v1/models/", "/admin/nodes/"]
 )

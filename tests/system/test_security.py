@@ -167,7 +167,7 @@ CURIOUS = {
     "x-mine": "private",
 }
 # All that ever reaches a node, besides its own key.
-PASSED = {"host", "content-type", "content-length", "accept-encoding", "user-agent", "x-request-id"}
+PASSED = {"host", "accept", "content-type", "content-length", "accept-encoding", "user-agent", "x-request-id"}
 
 
 @STREAM_AND_DOCUMENT
@@ -185,12 +185,14 @@ async def test_a_node_sees_its_own_key_and_nothing_of_the_clients_headers(kind: 
             assert sent["host"] == f"127.0.0.1:{node.port}"
             assert sent["user-agent"].startswith("hearth/")
             assert sent["accept-encoding"] == "identity"
+            assert sent["accept"] == "*/*"
 
 
-async def test_traces_go_on_to_the_node() -> None:
+async def test_traces_go_on_to_the_node_and_nothing_else() -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with FakeVLLM(models=["m"]) as node, gateway(node) as hearth:
-        await hearth.chat(headers={"traceparent": trace, "tracestate": "a=1", "x-request-id": "mine-1"})
+        traced = {"traceparent": trace, "tracestate": "a=1", "x-request-id": "mine-1"}
+        await hearth.chat(headers={**CURIOUS, **traced})
 
         sent = node.inferences[0].headers
         assert (sent["traceparent"], sent["tracestate"], sent["x-request-id"]) == (trace, "a=1", "mine-1")
@@ -253,6 +255,15 @@ async def test_one_wish_for_privacy_among_several_is_enough(said: list[str]) -> 
 
             assert (await send(hearth.url, request(CHAT, headers=headers))).status == 502
             assert not cloud.inferences
+
+
+async def test_a_trace_of_foreign_characters_neither_breaks_the_request_nor_its_head() -> None:
+    async with FakeVLLM(models=["m"]) as node, gateway(node) as hearth:
+        for value in ("ä", "\xff\xfe", "x" * 4000, "a\tb", ""):
+            answer = await send(hearth.url, request(CHAT, headers=[*JSON.items(), ("traceparent", value)]))
+
+            assert answer.status == 200
+            assert set(node.inferences[-1].headers) <= PASSED | {"traceparent"}
 
 
 # -- what a client gets to see
