@@ -27,8 +27,10 @@ from app.fronts.openapi import documented
 from app.probes import Prober
 from app.providers import KINDS, detect_order
 from app.routing.admission import Admission
+from app.routing.asking import Asking, Timeouts
 from app.routing.breaker import Breaker
-from app.routing.dispatch import Dispatcher, Timeouts
+from app.routing.choice import Choice
+from app.routing.dispatch import Dispatcher
 from app.routing.policies import POLICIES
 from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
@@ -79,15 +81,15 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     line = make_request_line(sink, settings.log_level, settings.log_format)
     reporter = Reporter(log, line, metrics, settings.lb_strategy)
     upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout)
+    choice = Choice(POLICIES[settings.lb_strategy](), admission, metrics, settings.first_token_timeout)
+    timeouts = Timeouts(settings.first_token_timeout, settings.idle_timeout)
     dispatcher = Dispatcher(
         registry=registry,
         routes=routes,
-        policy=POLICIES[settings.lb_strategy](),
-        admission=admission,
+        choice=choice,
+        asking=Asking(upstream, timeouts),
         retry=Retry(settings.max_attempts),
-        upstream=upstream,
-        timeouts=_timeouts(settings),
-        observer=metrics,
+        request_seconds=settings.request_timeout,
         suspect=prober.suspect,
     )
     doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
@@ -158,10 +160,6 @@ def _node(spec: NodeSpec, settings: Settings, log: Logger) -> Node:
 
     breaker = Breaker(settings.breaker_fail_max, settings.breaker_reset_timeout, on_change=changed)
     return Node(spec, breaker, KINDS[spec.kind] if spec.kind else None)
-
-
-def _timeouts(settings: Settings) -> Timeouts:
-    return Timeouts(settings.first_token_timeout, settings.idle_timeout, settings.request_timeout)
 
 
 def _keyring(keys: tuple[SecretStr, ...]) -> Keyring:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
-from app.domain import Failure, NodeState, Request
+from app.domain import Failure, NodeState, Request, Role
 from app.errors import NodeFailure, Overloaded
 from app.routing.gate import cloud_refusal
 from app.routing.registry import Candidate, Node, Registry
@@ -14,10 +15,26 @@ from app.routing.trail import Trail
 _ROUTABLE = (NodeState.HEALTHY, NodeState.UNKNOWN)
 
 
+class Pairing(Protocol):
+    """Who knows which nodes share generations."""
+
+    def serves_alone(self, node: Node) -> bool:
+        """Whether a decode node may do a whole generation by itself."""
+        ...
+
+
 class Plan:
     """Which candidates one request still has, and what became of those that it tried."""
 
-    def __init__(self, request: Request, route: Route, registry: Registry, trail: Trail, deadline: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        route: Route,
+        registry: Registry,
+        trail: Trail,
+        deadline: float,
+        pairing: Pairing | None = None,
+    ) -> None:
         self.request = request
         self.route = route
         self.trail = trail
@@ -27,10 +44,13 @@ class Plan:
         self.committed = False
         self.cloud_refusal = cloud_refusal(request, route)
         self._registry = registry
+        self._pairing = pairing
         self._tried: set[Node] = set()
 
     def tiers(self) -> Iterable[list[Candidate]]:
         """Who may be asked next, tier by tier: the cloud only where the gate lets the request through."""
+        if self._pairing is not None:
+            yield [each for each in self.open(self._with_role(Role.DECODE)) if self._pairing.serves_alone(each.node)]
         yield self.local()
         if self.cloud_refusal is None:
             for node in self._registry.cloud():
@@ -68,6 +88,21 @@ class Plan:
             and candidate.node.state in (NodeState.LOADING, NodeState.HEALTHY)
         ]
 
+    def pairs(self) -> list[tuple[list[Candidate], list[Candidate]]]:
+        """Prefill and decode nodes that may share this request, by kind: nodes of two kinds do not pair."""
+        if self._pairing is None:
+            return []
+        sides = (self.open(self._with_role(Role.PREFILL)), self.open(self._with_role(Role.DECODE)))
+        kinds = dict.fromkeys(each.node.known_kind.name for each in sides[0])
+        split = [
+            tuple([each for each in side if each.node.known_kind.name == kind] for side in sides) for kind in kinds
+        ]
+        return [(prefill, decode) for prefill, decode in split if prefill and decode]
+
+    def release(self, candidate: Candidate) -> None:
+        """Lets a node that did its part, or was not asked after all, be chosen again."""
+        self._tried.discard(candidate.node)
+
     def choose(self, candidate: Candidate) -> None:
         self._tried.add(candidate.node)
 
@@ -75,7 +110,7 @@ class Plan:
         self.failures.append((candidate, failure))
 
     def more_candidates(self) -> bool:
-        return any(any(tier) for tier in self.tiers())
+        return bool(self.pairs()) or any(any(tier) for tier in self.tiers())
 
     def may_wait(self) -> bool:
         """Whether it makes sense to try again later: somebody only said that it is busy."""
@@ -88,7 +123,13 @@ class Plan:
         return bool(busy)
 
     def _local(self) -> Iterable[Candidate]:
-        return () if self.route.local is None else self._registry.serving(self.route.local)
+        """Nodes that do a whole generation by themselves."""
+        return self._with_role(Role.HYBRID)
+
+    def _with_role(self, role: Role) -> Iterable[Candidate]:
+        if self.route.local is None:
+            return ()
+        return [each for each in self._registry.serving(self.route.local) if each.node.spec.role is role]
 
     def _open(self, node: Node) -> bool:
         return (

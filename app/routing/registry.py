@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from app.domain import LOCAL_TIER, LoadedModel, ModelInfo, NodeSpec, NodeState
 from app.providers.base import Health, Kind
 from app.routing.breaker import Breaker
 from app.routing.names import canonical, matches
+
+LATENCIES = 15  # how many are remembered of each node
 
 _CACHED_NAMES = 1024
 
@@ -27,7 +30,9 @@ class Node:
         "breaker",
         "draining",
         "in_flight",
+        "incarnation",
         "kind",
+        "latencies",
         "loaded",
         "models",
         "name",
@@ -48,6 +53,8 @@ class Node:
         self.models: Mapping[str, ModelInfo] | None = None  # by the node's own name; None = not known yet
         self.loaded: Mapping[str, LoadedModel] | None = None  # None = this kind does not say
         self.in_flight = 0
+        self.latencies: deque[float] = deque(maxlen=LATENCIES)  # seconds that the last answers took, whole ones only
+        self.incarnation = 0  # how often it came back; its engine may have forgotten everything then
         self.penalty_until = 0.0  # monotonic seconds; until then it is asked last
         self.picked = 0  # when it was last chosen, in choices
         self.draining = False
@@ -59,6 +66,12 @@ class Node:
     @property
     def cloud(self) -> bool:
         return self.spec.tier != LOCAL_TIER
+
+    @property
+    def known_kind(self) -> Kind:
+        """The kind of a node that may be asked: its kind is always known."""
+        assert self.kind is not None, f"{self.name} is of unknown kind"
+        return self.kind
 
     @property
     def full(self) -> bool:
@@ -168,6 +181,8 @@ class Registry:
     ) -> None:
         """Takes what a probe saw. None for `models` or `loaded` leaves what was known."""
         changed = node.state is not health.state
+        if changed and health.state is NodeState.HEALTHY:
+            node.incarnation += 1
         node.state, node.reason = health.state, health.reason
         if models is not None:
             listed = {model.name: model for model in models}

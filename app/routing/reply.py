@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from app.domain import Failure
 from app.errors import NodeFailure
 from app.providers.base import Answer
@@ -16,7 +18,7 @@ class Reply:
     It is `complete` once the node has said all. `deadline` is the whole request's, on the loop's clock.
     """
 
-    __slots__ = ("_answer", "_attempt", "_response", "_trail", "complete", "deadline", "first", "over")
+    __slots__ = ("_answer", "_attempt", "_owned", "_response", "_trail", "complete", "deadline", "first", "over")
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class Reply:
         deadline: float,
     ) -> None:
         self._attempt = attempt
+        self._owned: asyncio.Task[None] | None = None
         self._response = response
         self._answer = answer
         self._trail = trail
@@ -88,8 +91,14 @@ class Reply:
         self._trail.finish_reason = self._answer.finish_reason
         self._attempt.succeed()
 
+    def owns(self, task: asyncio.Task[None]) -> None:
+        """A task that is of use for as long as this answer is read, and is cancelled with it."""
+        self._owned = task
+
     def close(self) -> None:
         """Stops the node when it is still at work, and settles the attempt."""
+        if self._owned is not None:
+            self._owned.cancel()
         try:
             self._response.close()
         finally:

@@ -1,0 +1,96 @@
+"""Asks one node, and returns once its answer has begun."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from app.providers.base import Answer, Call, Outgoing
+from app.routing.attempt import Attempt
+from app.routing.plan import Plan
+from app.routing.registry import Candidate, Node
+from app.routing.reply import Reply
+from app.upstream import Limits, NodeResponse, Target, Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds."""
+
+    first_token: float
+    idle: float
+
+
+class Asking:
+    """Sends what an attempt asks of its node."""
+
+    def __init__(self, upstream: Upstream, timeouts: Timeouts) -> None:
+        self._upstream = upstream
+        self._timeouts = timeouts
+        self._targets: WeakKeyDictionary[Node, Target] = WeakKeyDictionary()
+
+    async def ask(self, plan: Plan, attempt: Attempt, outgoing: Outgoing | None = None) -> Reply:
+        """The answer, which has begun. Raises `NodeFailure`, and `HearthError` when the request was wrong.
+
+        `outgoing` is sent in place of what the node's kind makes of the request.
+        """
+        call = self.call(plan, attempt.candidate)
+        kind = attempt.candidate.node.known_kind
+        response = await self.send(plan, attempt.candidate, outgoing or kind.translate(call))
+        try:
+            return await self._commit(plan, attempt, response, kind.answer(call))
+        finally:
+            if not plan.committed:
+                response.close()
+
+    async def send(self, plan: Plan, candidate: Candidate, outgoing: Outgoing) -> NodeResponse:
+        """A node's answer of status 200; any other is raised as what it means."""
+        node = candidate.node
+        response = await self._upstream.send(
+            self._target(node), outgoing.path, plan.request.forwarded, outgoing.body, self._limits(plan)
+        )
+        if response.status == 200:
+            return response
+        try:
+            raise node.known_kind.refusal(response.status, response.headers, await response.body())
+        finally:
+            response.close()
+
+    async def _commit(self, plan: Plan, attempt: Attempt, response: NodeResponse, answer: Answer) -> Reply:
+        """Reads until the first content, which may be the whole of a document."""
+        held = []
+        over = False
+        while not (answer.begun or over):
+            data = await response.read()
+            if data:
+                held.append(answer.feed(data))
+            over = not data or answer.ended
+        if over:
+            held.append(answer.finish())
+        response.began()
+        attempt.answering()
+        plan.committed = True
+        plan.trail.first_content = time.perf_counter()
+        return Reply(attempt, response, answer, plan.trail, b"".join(held), over=over, deadline=plan.deadline)
+
+    def call(self, plan: Plan, candidate: Candidate) -> Call:
+        """What an attempt on this candidate asks for."""
+        info = candidate.info
+        return Call(
+            plan.request,
+            candidate.model,
+            num_ctx=plan.route.num_ctx or candidate.node.spec.num_ctx,
+            capabilities=info.capabilities if info else None,
+            reasoning_content=plan.request.reasoning_content,
+        )
+
+    def _target(self, node: Node) -> Target:
+        target = self._targets.get(node)
+        if target is None:
+            target = self._targets[node] = self._upstream.target(node.spec.url, node.spec.api_key)
+        return target
+
+    def _limits(self, plan: Plan) -> Limits:
+        timeouts = self._timeouts
+        return Limits(timeouts.first_token, timeouts.idle, plan.deadline)

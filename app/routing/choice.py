@@ -1,0 +1,124 @@
+"""Who is asked next: takes a slot and the breaker's permit on the best node, tier by tier."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from app.errors import Overloaded
+from app.routing.admission import Admission, Slot
+from app.routing.attempt import Attempt, Observer
+from app.routing.breaker import Permit
+from app.routing.plan import Plan
+from app.routing.policies import Policy
+from app.routing.registry import Candidate
+from app.routing.verdict import nobody_left
+
+_QUEUE_RETRY_AFTER_SECONDS = 5.0
+
+
+class Choice:
+    """Chooses for every request alike. `queue_seconds` is the longest that one waits for a free node."""
+
+    def __init__(self, policy: Policy, admission: Admission, observer: Observer, queue_seconds: float) -> None:
+        self._policy = policy
+        self._admission = admission
+        self._observer = observer
+        self._queue_seconds = queue_seconds
+        self._choices = 0
+
+    async def next(self, plan: Plan) -> Attempt:
+        """Takes a slot and the breaker's permit on the best node, or raises what the client is told."""
+        attempt = await self._in_order(plan)
+        if attempt is None and plan.forgive_busy():
+            attempt = await self._in_order(plan)
+        attempt = attempt or self._last_resort(plan)
+        if attempt is None:
+            raise nobody_left(plan)
+        return attempt
+
+    async def _in_order(self, plan: Plan) -> Attempt | None:
+        """Tier by tier; waits where a tier is only full, but not for ever when there is another."""
+        for candidates in plan.tiers():
+            try:
+                attempt = await self.among(plan, candidates)
+            except Overloaded as error:
+                plan.overloaded = error
+            else:
+                if attempt is not None:
+                    return attempt
+        if plan.overloaded is not None:
+            raise plan.overloaded
+        return None
+
+    async def among(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
+        """An attempt on one of these, after a wait if they are only full; None when none of them can be asked."""
+        while candidates:
+            attempt = self._take(plan, self._ranked(candidates)) or await self._queue(plan, candidates)
+            if attempt is not None:
+                return attempt
+            candidates = plan.open(candidates)
+        return None
+
+    def _last_resort(self, plan: Plan) -> Attempt | None:
+        for candidate in plan.last_resort():
+            slot = self._admission.take(candidate)
+            if slot is not None:
+                return self._begin(plan, slot, None, 1)
+        return None
+
+    def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The policy's order, with nodes that just said that they are busy moved to the end."""
+        ranked = self._policy.rank(candidates)
+        now = time.monotonic()
+        for candidate in ranked:
+            if candidate.node.penalty_until > now:
+                return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
+        return ranked
+
+    def _take(self, plan: Plan, ranked: list[Candidate]) -> Attempt | None:
+        for candidate in ranked:
+            slot = self._admission.take(candidate)
+            if slot is not None and (attempt := self._permitted(plan, slot, len(ranked))):
+                return attempt
+        return None
+
+    async def _queue(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
+        """Waits for a place on a local node: no other has a limit. None: there is none to wait for any more."""
+        if not any(candidate.node.full for candidate in candidates):
+            return None
+        if plan.overloaded is not None:
+            raise plan.overloaded
+        began = time.perf_counter()
+        seconds = min(self._queue_seconds, plan.deadline - asyncio.get_running_loop().time())
+        try:
+            slot = await self._admission.wait(lambda: plan.open(candidates), seconds)
+        except TimeoutError as error:
+            raise Overloaded(
+                "no node became free in time; try again later, or raise max_concurrency",
+                retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
+            ) from error
+        finally:
+            plan.trail.queued_seconds += time.perf_counter() - began
+        return None if slot is None else self._permitted(plan, slot, len(candidates))
+
+    def _permitted(self, plan: Plan, slot: Slot, candidates: int) -> Attempt | None:
+        permit = slot.candidate.node.breaker.acquire()
+        if permit is None:
+            slot.release()
+            return None
+        return self._begin(plan, slot, permit, candidates)
+
+    def _begin(self, plan: Plan, slot: Slot, permit: Permit | None, candidates: int) -> Attempt:
+        candidate, trail = slot.candidate, plan.trail
+        self._choices += 1
+        candidate.node.picked = self._choices
+        plan.choose(candidate)
+        trail.node, trail.tier, trail.model = candidate.node.name, candidate.node.spec.tier, candidate.model
+        trail.candidates = candidates
+        trail.tried += 1
+        if plan.failures:
+            trail.fallback = plan.failures[-1][1].failure
+        elif candidate.node.cloud and plan.route.local is not None:
+            trail.fallback = "no_local_node" if plan.overloaded is None else "overloaded"
+        return Attempt(slot, permit, trail, self._observer)
