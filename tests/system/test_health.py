@@ -191,18 +191,16 @@ async def test_a_node_that_hangs_delays_neither_requests_nor_news_of_others() ->
 
 async def test_a_node_at_work_that_is_slow_to_answer_probes_is_given_more_time() -> None:
     async with FakeVLLM(models=["m"], tokens=10_000, token_seconds=0.02) as node:
-        settings = {"health_check_interval": 0.05, "health_check_timeout": 0.2}
+        settings = {"health_check_interval": 0.05, "health_check_timeout": 0.5}
         async with gateway(node, **settings) as hearth, RawClient(hearth.url) as client:
             await client.ask()
             await client.read_until(b"t0 ")
             node.behave(Behaviour.HANG, on=On.PROBES)
-            hung = len(node.requests)
 
-            await until(lambda: len(node.requests) >= hung + 3, "three probes hang")
+            await _probes(node, 3)  # of which two have failed by then: enough for an idle node
             assert (await hearth.nodes())["n0"]["state"] == "healthy"
             await hearth.state("n0", "down")
 
-            assert len(node.requests) - hung >= 4
             assert node.open == 1, "its stream goes on"
             await client.reader.read(65536)
             await client.read_until(b" ")
