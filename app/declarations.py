@@ -53,7 +53,7 @@ class CloudProvider:
 
 def local_nodes(value: object) -> tuple[NodeSpec, ...]:
     """Reads LOCAL_NODES. Every node has a name, and no two the same."""
-    return _named(numbered("node", _local_node, entries(value)))
+    return named(numbered("node", local_node, entries(value)))
 
 
 def cloud_providers(value: object) -> tuple[CloudProvider, ...]:
@@ -80,7 +80,7 @@ def cloud_nodes(
     specs = [] if first is None else [_cloud_spec(first, first.api_key)]
     specs += numbered("provider", lambda provider: _cloud_spec(provider, _key(provider, lookup)), others)
     tiered = [replace(spec, tier=LOCAL_TIER + place) for place, spec in enumerate(specs, 1)]
-    return _named(tiered, taken=[node.name for node in local])
+    return named(tiered, taken=[node.name for node in local])
 
 
 def _key(provider: CloudProvider, lookup: Callable[[str], str | None]) -> str:
@@ -108,8 +108,8 @@ def _cloud_spec(provider: CloudProvider, key: str) -> NodeSpec:
     )
 
 
-def _named(specs: list[NodeSpec], taken: Iterable[str] = ()) -> tuple[NodeSpec, ...]:
-    """Gives the nameless their host and port as name, with a number where that is taken."""
+def named(specs: list[NodeSpec], taken: Iterable[str] = ()) -> tuple[NodeSpec, ...]:
+    """Gives the nameless their host and port as name, with a number where that is `taken`."""
     names = set(taken)
     for spec in specs:
         if spec.name and spec.name in names:
@@ -214,7 +214,8 @@ def _read(entry: Mapping[Any, Any], readers: Readers) -> dict[str, Any]:
     return values
 
 
-def _local_node(entry: object) -> NodeSpec:
+def local_node(entry: object) -> NodeSpec:
+    """Reads one entry of LOCAL_NODES. It may be nameless still."""
     if isinstance(entry, str):
         return NodeSpec(url=web_url(entry))
     if not isinstance(entry, Mapping):

@@ -74,6 +74,8 @@ class Attempt:
         self._slot.release()
         node = self.candidate.node
         ms = (time.perf_counter() - self._began) * 1000
+        if outcome is Outcome.OK:  # a failure is often fast, and must not make its node look so
+            node.latencies.append(ms / 1000)
         record = AttemptRecord(node.name, node.spec.tier, outcome, failure, message, ms)
         self._trail.attempts.append(record)
         self._observer.attempt(node, record)
