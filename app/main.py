@@ -17,20 +17,29 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from app import __version__
+from app.declarations import local_node
 from app.domain import NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
 from app.fronts.door import FrontDoor
 from app.fronts.models import Models
+from app.fronts.nodes import NodeApi
 from app.fronts.openai import Inference
 from app.fronts.openapi import documented
+from app.node_calls import NodeCalls
 from app.probes import Prober
 from app.providers import KINDS, detect_order
+from app.providers.disaggregation import disaggregations
+from app.providers.disaggregation.base import LinkType, Migration, MigrationProtocol
 from app.routing.admission import Admission
 from app.routing.asking import Asking, Timeouts
 from app.routing.breaker import Breaker
 from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
+from app.routing.links import Links
+from app.routing.membership import Membership
+from app.routing.node_store import NodeStore
+from app.routing.pairs import Pairs
 from app.routing.policies import POLICIES
 from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
@@ -81,15 +90,27 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     line = make_request_line(sink, settings.log_level, settings.log_format)
     reporter = Reporter(log, line, metrics, settings.lb_strategy)
     upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout)
+    calls = NodeCalls()
+    links = Links(calls, disaggregations(_migration(settings)))
+    nodes_path = settings.nodes_path()
+    membership = Membership(
+        registry,
+        make_node=lambda spec: _node(spec, settings, log),
+        watcher=prober,
+        store=NodeStore(nodes_path) if nodes_path else None,
+        on_trouble=log.warning,
+        on_leave=links.drop,
+    )
     choice = Choice(POLICIES[settings.lb_strategy](), admission, metrics, settings.first_token_timeout)
-    timeouts = Timeouts(settings.first_token_timeout, settings.idle_timeout)
+    asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
     dispatcher = Dispatcher(
         registry=registry,
         routes=routes,
         choice=choice,
-        asking=Asking(upstream, timeouts),
+        asking=asking,
         retry=Retry(settings.max_attempts),
         request_seconds=settings.request_timeout,
+        pairs=Pairs(choice, asking, links) if settings.serving_strategy == "DistServe" else None,
         suspect=prober.suspect,
     )
     doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
@@ -97,13 +118,26 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(upstream, prober),
+        lifespan=_lifespan(upstream, calls, prober, membership, links),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
     app.state.phase = phase
     models = Models(registry, routes, int(time.time()))
     app.include_router(control_routes(registry, models, doors, metrics.render, CONTENT_TYPE))
+    for router in NodeApi(
+        registry=registry,
+        membership=membership,
+        doors=doors,
+        open_to_all=settings.nodes_open,
+        networks=settings.nodes_networks,
+        peer_address=settings.nodes_peer_address,
+        read_spec=local_node,
+        discover=calls.discover,
+        terminate=calls.terminate,
+        links=links,
+    ).routers():
+        app.include_router(router)
     for path, operation in _ROUTES.items():
         endpoint = Inference(
             operation,
@@ -124,11 +158,15 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     return app
 
 
-def _lifespan(upstream: Upstream, prober: Prober) -> Any:
+def _lifespan(upstream: Upstream, calls: NodeCalls, prober: Prober, membership: Membership, links: Links) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream:
-            probing = asyncio.create_task(prober.run(), name="probes")
+        async with upstream, calls:
+            await membership.restore()
+            background = [
+                asyncio.create_task(prober.run(), name="probes"),
+                asyncio.create_task(membership.keep(), name="node store"),
+            ]
             # A moment for the first look at the nodes, so that the first request finds them; they need not be up.
             with suppress(TimeoutError):
                 await asyncio.wait_for(prober.first_round.wait(), _FIRST_PROBES_SECONDS)
@@ -136,9 +174,10 @@ def _lifespan(upstream: Upstream, prober: Prober) -> Any:
             try:
                 yield
             finally:
-                probing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await probing
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+                await links.close()
 
     return lifespan
 
@@ -160,6 +199,15 @@ def _node(spec: NodeSpec, settings: Settings, log: Logger) -> Node:
 
     breaker = Breaker(settings.breaker_fail_max, settings.breaker_reset_timeout, on_change=changed)
     return Node(spec, breaker, KINDS[spec.kind] if spec.kind else None)
+
+
+def _migration(settings: Settings) -> Migration:
+    return Migration(
+        protocol=MigrationProtocol[settings.migration_protocol],
+        link_type=LinkType[settings.link_type.upper()],
+        with_gdr=not settings.disable_gdr,
+        dummy_prefill=settings.dummy_prefill,
+    )
 
 
 def _keyring(keys: tuple[SecretStr, ...]) -> Keyring:

@@ -6,11 +6,13 @@ A node that registers again is a new one: what runs on the old one settles its a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from app.domain import NodeSpec, NodeState
+from app.routing.node_store import NodeStore, StoredNode, StoreFull
 from app.routing.registry import Node, Registry
 
 _SAVE_AFTER_SECONDS = 0.2  # many changes at once are written once
@@ -24,14 +26,6 @@ class Watcher(Protocol):
     def forget(self, node: Node) -> None: ...
 
 
-class Store(Protocol):
-    """Where nodes are kept. Both calls block, and are made in a thread."""
-
-    def load(self) -> Sequence[NodeSpec]: ...
-
-    def save(self, specs: Sequence[NodeSpec]) -> None: ...
-
-
 class Membership:
     """Changes who is in the registry."""
 
@@ -40,24 +34,29 @@ class Membership:
         registry: Registry,
         make_node: Callable[[NodeSpec], Node],
         watcher: Watcher,
-        store: Store | None,
+        store: NodeStore | None,
         on_trouble: Callable[[str], None],
+        on_leave: Callable[[Node], None] = lambda node: None,
     ) -> None:
         self._registry = registry
         self._make_node = make_node
         self._watcher = watcher
         self._store = store
         self._on_trouble = on_trouble
-        self._added: dict[str, NodeSpec] = {}  # by URL: those that the settings do not name
+        self._on_leave = on_leave
+        self._added: dict[str, Node] = {}  # by URL: those that the settings do not name
         self._changed = asyncio.Event()
 
     async def restore(self) -> None:
         """Takes back the nodes of the last run. They are asked before they get work."""
         if self._store is None:
             return
-        for spec in await asyncio.to_thread(self._store.load):
-            if self.find(spec.url) is None:
-                self._join(spec)
+        for stored in await asyncio.to_thread(self._store.load):
+            if self.find(stored.spec.url) is None:
+                name = self.unique_name(stored.spec.name)
+                self._join(replace(stored.spec, name=name)).latencies.extend(stored.latencies)
+        for warning in self._store.warnings:
+            self._on_trouble(warning)
 
     async def keep(self) -> None:
         """Writes changes down until it is cancelled, and then what is left of them."""
@@ -72,12 +71,15 @@ class Membership:
             if self._changed.is_set():
                 await self._save(self._store)
 
-    async def _save(self, store: Store) -> None:
+    async def _save(self, store: NodeStore) -> None:
         self._changed.clear()
+        nodes = [StoredNode(node.spec, tuple(node.latencies)) for node in self._added.values()]
         try:
-            await asyncio.to_thread(store.save, list(self._added.values()))
+            await asyncio.to_thread(store.save, nodes)
         except OSError as error:
             self._on_trouble(f"nodes could not be written to NODES_FILE: {error.strerror}")
+        except StoreFull as error:
+            self._on_trouble(f"nodes were not written to NODES_FILE: {error}")
 
     def find(self, url: str) -> Node | None:
         """The local node at this URL, however it is written."""
@@ -99,6 +101,7 @@ class Membership:
         node.draining = True  # nobody who holds it still may choose it
         self._watcher.forget(node)
         self._registry.remove(node)
+        self._on_leave(node)
         if self._added.pop(same_address(url), None) is not None:
             self._changed.set()
         return node
@@ -119,7 +122,7 @@ class Membership:
     def _join(self, spec: NodeSpec) -> Node:
         node = self._make_node(spec)
         node.state, node.reason = NodeState.JOINING, "waits for its first answer"
-        self._added[same_address(spec.url)] = spec
+        self._added[same_address(spec.url)] = node
         self._registry.add(node)
         self._watcher.watch(node)
         return node

@@ -22,7 +22,7 @@ ALONE = {
     "pydantic_settings": {"settings.py"},
     "prometheus_client": {"telemetry/metrics.py", "telemetry/tallies.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py"},
+    "httpx": {"probes.py", "node_calls.py"},
     "uvicorn": {"cli.py"},
 }
 # What a layer may not know.

@@ -1,0 +1,242 @@
+"""LMDeploy's API for nodes: engines register here by themselves, and operators add, drain and remove them.
+
+The paths, the bodies and the texts of success are those of `lmdeploy serve proxy`. Failures have a real status here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+
+from app.domain import NodeSpec, Role
+from app.errors import Forbidden, HearthError, InvalidRequest, NodeFailure, NotFound
+from app.fronts.asgi import headers_of
+from app.fronts.auth import Doors
+from app.routing.links import Links
+from app.routing.membership import Membership
+from app.routing.registry import Node, Registry
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+ReadSpec = Callable[[object], NodeSpec]  # raises ValueError
+Discover = Callable[[NodeSpec], Awaitable[Sequence[str]]]  # raises HearthError
+Terminate = Callable[[str], Awaitable[bool]]
+
+_ROLE_NUMBERS = {Role.HYBRID: 1, Role.PREFILL: 2, Role.DECODE: 3}
+_ANYWHERE = ("0.0.0.0", "::", "localhost", "127.0.0.1", "::1")
+_LOOPBACKS = ("127.0.0.1", "::1")
+_RESOLVE_SECONDS = 2.0
+_BODY_BYTES = 64 * 1024
+_OWN_KEYS = ("name", "kind", "api_key", "weight", "max_concurrency", "vram_gb", "num_ctx")
+
+
+class NodeApi:
+    """The node routes. `networks` are those that a URL given at run time may point into."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        membership: Membership,
+        doors: Doors,
+        open_to_all: bool,
+        networks: Sequence[Network],
+        peer_address: bool,
+        read_spec: ReadSpec,
+        discover: Discover,
+        terminate: Terminate,
+        links: Links,
+    ) -> None:
+        self._registry = registry
+        self._membership = membership
+        self._doors = doors
+        self._open_to_all = open_to_all
+        self._networks = networks
+        self._peer_address = peer_address
+        self._read_spec = read_spec
+        self._discover = discover
+        self._terminate = terminate
+        self._links = links
+
+    def routers(self) -> tuple[APIRouter, APIRouter]:
+        router = APIRouter(prefix="/nodes", tags=["nodes"], dependencies=[Depends(self._admit)])
+        router.get("/status", summary="Every node, by URL")(self.status)
+        router.post("/add", summary="Add a node, or replace the one at this URL")(self.add)
+        router.post("/remove", summary="Forget a node")(self.remove)
+        router.post("/drain", summary="Give a node no new requests", status_code=202)(self.drain)
+        router.post("/terminate", summary="Forget a node and end its engine")(self.terminate)
+        router.get("/terminate_all", summary="Forget all nodes and end their engines")(self.terminate_all)
+        pairs = APIRouter(prefix="/distserve", tags=["nodes"], dependencies=[Depends(self._admit)])
+        pairs.post("/connection_warmup", summary="Link every prefill node with every decode node")(self.warm_up)
+        pairs.post("/gc", summary="Free what is left on prefill nodes of generations that failed")(self.collect)
+        return router, pairs
+
+    async def status(self) -> dict[str, Any]:
+        return {node.spec.url: _status(node) for node in self._registry.local()}
+
+    async def add(self, request: Request) -> JSONResponse:
+        body = await _body(request)
+        spec = await self._spec(body, request)
+        if not spec.models:
+            spec = replace(spec, models=tuple(await self._discover(spec)))
+        self._membership.add(replace(spec, name=self._membership.unique_name(spec.name)))
+        return JSONResponse("Added successfully")
+
+    async def remove(self, request: Request) -> JSONResponse:
+        self._membership.remove(await _url(request))
+        return JSONResponse("Deleted successfully")
+
+    async def drain(self, request: Request) -> JSONResponse:
+        body = await _body(request)
+        node = self._known(_url_in(body))
+        self._membership.drain(node, body.get("drain", True) is not False)
+        idle = node.in_flight == 0
+        state = ("drained" if idle else "draining") if node.draining else node.state.value
+        done = idle or not node.draining
+        return JSONResponse({"url": node.spec.url, "state": state, "in_flight": node.in_flight}, 200 if done else 202)
+
+    async def terminate(self, request: Request) -> JSONResponse:
+        node = self._known(await _url(request))
+        self._membership.remove(node.spec.url)
+        if not await self._terminate(node.spec.url):
+            raise _BadGateway(f"Failed to terminate node {node.spec.url}")
+        return JSONResponse("Terminated successfully")
+
+    async def terminate_all(self) -> JSONResponse:
+        urls = [node.spec.url for node in self._registry.local()]
+        for url in urls:
+            self._membership.remove(url)
+        ended = await asyncio.gather(*(self._terminate(url) for url in urls))
+        if not all(ended):
+            raise _BadGateway("Failed to terminate all nodes")
+        return JSONResponse("All nodes terminated successfully")
+
+    async def warm_up(self) -> dict[str, bool]:
+        sides = [
+            [node for node in self._registry.local() if node.spec.role is role and node.kind is not None]
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        pairs = [(prefill, decode) for prefill in sides[0] for decode in sides[1] if prefill.kind is decode.kind]
+        try:
+            await self._links.warm_up(pairs)
+        except NodeFailure as failure:
+            raise _BadGateway(f"not every pair could be linked: {failure.message}") from failure
+        return {"SUCCESS": True}
+
+    async def collect(self) -> dict[str, Any]:
+        left = await self._links.tidy()
+        return {"SUCCESS": left == 0, "left": left}
+
+    def _admit(self, request: Request) -> None:
+        """Engines that register by themselves send no key: NODES_OPEN lets them in."""
+        if not self._open_to_all:
+            self._doors.check_admin(request.scope, headers_of(request.scope))
+
+    def _known(self, url: str) -> Node:
+        node = self._membership.find(url)
+        if node is None:
+            raise NotFound(f"there is no node {url[:200]}; GET /nodes/status lists them")
+        return node
+
+    async def _spec(self, body: Mapping[str, Any], request: Request) -> NodeSpec:
+        status = body.get("status") or {}
+        if not isinstance(status, dict):
+            raise InvalidRequest("'status' must be an object", param="status")
+        url = _url_in(body)
+        if self._peer_address:
+            url = _reachable(url, request.client.host if request.client else "")
+        told = {key: status[key] for key in ("models", "role", "speed") if status.get(key) is not None}
+        own = {key: body[key] for key in _OWN_KEYS if body.get(key) is not None}
+        try:
+            spec = self._read_spec({"url": url, **told, **own})
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        await self._check_network(spec.url)
+        return spec
+
+    async def _check_network(self, url: str) -> None:
+        """Raises `Forbidden` unless every address of the node lies in an allowed network."""
+        host = urlsplit(url).hostname or ""
+        for address in await _addresses(host):
+            if not any(address in network for network in self._networks if network.version == address.version):
+                raise Forbidden(f"{host} lies in no network that nodes may be added from; see NODES_NETWORKS")
+
+
+class _BadGateway(HearthError):
+    status = 502
+    code = "node_failed"
+
+
+async def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        return [ipaddress.ip_address(host)]
+    except ValueError:
+        pass
+    try:
+        async with asyncio.timeout(_RESOLVE_SECONDS):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError) as error:
+        raise InvalidRequest(f"the name {host} cannot be resolved", param="url") from error
+    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+
+
+def _reachable(url: str, peer: str) -> str:
+    """The URL with the caller's address, where an engine calls itself by one that only its own machine can use."""
+    parts = urlsplit(url)
+    if parts.hostname not in _ANYWHERE or not peer or (peer in _LOOPBACKS and parts.hostname in _LOOPBACKS):
+        return url
+    host = f"[{peer}]" if ":" in peer else peer
+    port = f":{parts.port}" if parts.port else ""
+    return urlunsplit(parts._replace(netloc=host + port))
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object in the body; {} when there is none. No content type is asked for."""
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > _BODY_BYTES:
+            raise InvalidRequest("the body is too long for a node")
+    if not data.strip():
+        return {}
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+async def _url(request: Request) -> str:
+    """The node's URL, from the body or, as LMDeploy's documentation has it, from the query."""
+    given = request.query_params.get("node_url")
+    return given if given else _url_in(await _body(request))
+
+
+def _url_in(body: Mapping[str, Any]) -> str:
+    url = body.get("url")
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest("'url' is missing; it must be the node's URL", param="url")
+    return url
+
+
+def _status(node: Node) -> dict[str, Any]:
+    """What LMDeploy shows of a node, and why it gets requests or none."""
+    return {
+        "role": _ROLE_NUMBERS[node.spec.role],
+        "models": list(node.models or node.spec.models),
+        "unfinished": node.in_flight,
+        "latency": [round(seconds, 6) for seconds in node.latencies],
+        "speed": node.spec.speed,
+        "state": "draining" if node.draining else node.state.value,
+        "reason": node.reason,
+    }
