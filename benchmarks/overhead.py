@@ -157,8 +157,9 @@ class Bench:
 
     def warm_up(self, url: str, case: Case, gateway: Gateway) -> None:
         """A little of the same load; raises NotReady when the gateway cannot even do that."""
-        requests = 20 if case.pace_ms else 200
-        report = self.load(url, dataclasses.replace(case, concurrency=4), max(4, int(requests * gateway.share)))
+        # With a pace all at once, as one wave takes as long as one request.
+        requests, concurrency = (20, 20) if case.pace_ms else (max(4, int(200 * gateway.share)), 4)
+        report = self.load(url, dataclasses.replace(case, concurrency=concurrency), requests)
         if report.bad:
             raise NotReady(f"{report.bad} bad replies in the warm-up: {report.first_error}")
 
@@ -228,6 +229,12 @@ def table(results: Results, gateways: Sequence[Gateway]) -> list[str]:
     return lines
 
 
+def complete(results: Results, rounds: int) -> bool:
+    """Whether every gateway got through every round without a bad reply."""
+    measured = [figures for case in results.values() for figures in case.values()]
+    return all(len(figures) == rounds and not any(one.report.bad for one in figures) for figures in measured)
+
+
 def conditions(processors: Processors, rounds: int, cases: Sequence[Case]) -> list[str]:
     """What the figures depend on."""
     return [
@@ -283,9 +290,7 @@ def main() -> int:
     print("\n".join(conditions(processors, options.rounds, cases) + table(results, gateways)))
     if options.out:
         options.out.write_text(json.dumps(results, default=dataclasses.asdict, indent=1))
-    good = all(
-        rounds and not any(f.report.bad for f in rounds) for case in results.values() for rounds in case.values()
-    )
+    good = complete(results, options.rounds)
     if good:
         shutil.rmtree(bench.folder)  # else its logs tell why
     return int(not good)
