@@ -4,6 +4,7 @@ from demo.httpd import Received
 from demo.ollama import Model
 from demo.script import Delta, Script, ToolCall
 from tests.fakes.behaviour import Behaviour, Fault, On, Stage, stage
+from tests.fakes.distserve import Ids
 from tests.fakes.kinds import (
     KINDS,
     FakeCloud,
@@ -21,6 +22,7 @@ from tests.fakes.kinds import (
 from tests.fakes.node import FakeNode
 from tests.fakes.openai import State
 from tests.fakes.process import NodeProcess
+from tests.fakes.sharing import Role
 
 __all__ = [
     "KINDS",
@@ -39,10 +41,12 @@ __all__ = [
     "FakeTransformers",
     "FakeVLLM",
     "Fault",
+    "Ids",
     "Model",
     "NodeProcess",
     "On",
     "Received",
+    "Role",
     "Script",
     "Stage",
     "State",

@@ -10,8 +10,10 @@ from typing import Any
 
 from demo.practice_node import stopped
 from tests.fakes.behaviour import Behaviour
+from tests.fakes.distserve import Ids
 from tests.fakes.kinds import KINDS
 from tests.fakes.openai import State
+from tests.fakes.sharing import Role
 
 
 def parse() -> argparse.Namespace:
@@ -29,6 +31,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--load-seconds", type=float, help="ollama: a cold start")
     parser.add_argument("--api-key", help="all but ollama")
     parser.add_argument("--state", type=State, choices=list(State), help="all but ollama")
+    parser.add_argument("--role", type=Role, choices=list(Role), help="lmdeploy, vllm and sglang")
+    parser.add_argument("--ids", type=Ids, choices=list(Ids), help="lmdeploy: what answers have as their id")
+    parser.add_argument("--hold-seconds", type=float, help="vllm: how long a cache waits to be fetched")
+    parser.add_argument("--room-seconds", type=float, help="sglang: how long one engine waits for the other")
     parser.add_argument("--behaviour", type=Behaviour, choices=list(Behaviour), default=Behaviour.OK)
     parser.add_argument("--until-stdin-closes", action="store_true", help="end when the parent process does")
     return parser.parse_args()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -57,6 +57,8 @@ class FakeNode(Generic[EngineT]):
         self.open = 0  # inference requests being answered
         self.peak = 0
         self.served = 0  # inference requests that were answered to the end, in whatever way
+        self.controls: Mapping[str, Callable[[Received], Awaitable[Answer]]] = {}  # more than `_control` has, by name
+        self.details: Callable[[], dict[str, Any]] = dict  # more of the state
         self._server = Server(self._serve, port, self._admit)
         self._standing = HEALTHY
         self._queued: deque[Queued] = deque()
@@ -176,7 +178,8 @@ class FakeNode(Generic[EngineT]):
     async def _serve(self, exchange: Exchange) -> None:
         request = exchange.request
         if request.path.startswith(CONTROL):
-            await deliver(exchange, self._control(request))
+            control = self.controls.get(request.path.removeprefix(CONTROL))
+            await deliver(exchange, await control(request) if control else self._control(request))
             return
         self.requests.append(request)
         inference = self.engine.infers(request)
@@ -254,6 +257,7 @@ class FakeNode(Generic[EngineT]):
             "peak": self.peak,
             "served": self.served,
             "aborted": len(self.aborted),
+            **self.details(),
         }
 
 

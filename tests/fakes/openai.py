@@ -6,7 +6,7 @@ import base64
 import itertools
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -91,6 +91,7 @@ class OpenAI:
         self.state = State.READY
         self.cached_tokens = 0  # of each prompt
         self.refused_fields = flavour.refused_fields
+        self.port = 0  # of its node
         self.busy: Callable[[], int] = lambda: 0  # how many requests are being served
         self.calls = 0
         self.prompt_tokens = 0
@@ -100,6 +101,17 @@ class OpenAI:
     @property
     def busy_status(self) -> int:
         return self.flavour.busy_status
+
+    def restart(self) -> None:
+        """Becomes a new process, which forgets what it held. The counts go on, as they are the tests'."""
+
+    def controls(self) -> Mapping[str, Callable[[Received], Awaitable[Answer]]]:
+        """What other engines may ask of it, by name."""
+        return {}
+
+    def details(self) -> dict[str, Any]:
+        """What there is to say of its state beside the node's."""
+        return {}
 
     def infers(self, request: Received) -> bool:
         return request.path in (CHAT, COMPLETIONS, EMBEDDINGS)
@@ -166,7 +178,7 @@ class OpenAI:
             raise Refusal(401, f"Incorrect API key provided: {half_hidden(key)}.")
 
     def _inferred(self, request: Received, edit: Edit) -> Answer:
-        body = _decoded(request)
+        body = decoded(request)
         refused = self.refused_fields & body.keys()
         if refused:
             raise Refusal(422, f"Unsupported fields in the request: {refused}")
@@ -370,7 +382,8 @@ def _call_pieces(call: ToolCall) -> Iterable[dict[str, Any]]:
         yield {"index": call.index, "function": {"arguments": arguments[start : start + ARGUMENT_PIECE]}}
 
 
-def _decoded(request: Received) -> Mapping[str, Any]:
+def decoded(request: Received) -> Mapping[str, Any]:
+    """The body of a request for inference; raises `Refusal` when it is no JSON object."""
     try:
         body = request.json
     except ValueError:
@@ -378,6 +391,11 @@ def _decoded(request: Received) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise Refusal(400, "the body is not a JSON object")
     return body
+
+
+def prompt_tokens(path: str, body: Mapping[str, Any]) -> int:
+    """How many tokens the prompt of a chat or completion has."""
+    return (_chat_words(body) if path == CHAT else _prompt_words(body))[1]
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:
