@@ -39,7 +39,14 @@ from app.routing.route_spec import RouteSpec
 
 T = TypeVar("T")
 
-STRATEGIES = ("round_robin", "least_connections", "weighted", "random")
+STRATEGIES = (
+    "round_robin",
+    "least_connections",
+    "weighted",
+    "random",
+    "min_expected_latency",
+    "min_observed_latency",
+)
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
 BUDGET_PERIODS = ("month", "week", "day")

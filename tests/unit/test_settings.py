@@ -257,7 +257,7 @@ def test_settings_do_not_show_secrets() -> None:
         ("--max-body-mb", "0", "MAX_BODY_MB: '0' is not a number above 0"),
         ("--cloud-budget-usd", "-1", "CLOUD_BUDGET_USD: '-1' is not a number of at least 0"),
         ("--cloud-budget-period", "year", "CLOUD_BUDGET_PERIOD: 'year' is not one of month, week, day"),
-        ("--lb-strategy", "least_connection", "weighted, random; did you mean 'least_connections'?"),
+        ("--lb-strategy", "least_connection", "min_observed_latency; did you mean 'least_connections'?"),
         ("--log-level", "loud", "LOG_LEVEL: 'loud' is not one of DEBUG, INFO, WARNING, ERROR"),
         ("--log-format", "xml", "LOG_FORMAT: 'xml' is not one of auto, json, console"),
         ("--host", "http://0.0.0.0", "HOST: 'http://0.0.0.0' is not an address to listen on"),

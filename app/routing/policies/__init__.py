@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from app.routing.policies.least_connections import LeastConnections
+from app.routing.policies.min_expected_latency import MinExpectedLatency
+from app.routing.policies.min_observed_latency import MinObservedLatency
 from app.routing.policies.random import Random
 from app.routing.policies.round_robin import RoundRobin
 from app.routing.policies.weighted import Weighted
@@ -23,4 +25,6 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "least_connections": LeastConnections,
     "weighted": Weighted,
     "random": Random,
+    "min_expected_latency": MinExpectedLatency,
+    "min_observed_latency": MinObservedLatency,
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from app.routing.policies.load import unfinished
 from app.routing.registry import Candidate
-
-# A cold model costs seconds to load: worth waiting behind about this many requests on a node that has it in memory.
-_COLD_REQUESTS = 2
 
 
 class LeastConnections:
@@ -16,6 +14,4 @@ class LeastConnections:
 
 
 def _load(candidate: Candidate) -> tuple[float, int]:
-    node = candidate.node
-    cold = 0 if node.holds(candidate.model) else _COLD_REQUESTS
-    return (node.in_flight + 1 + cold) / node.spec.weight, node.picked
+    return unfinished(candidate) / candidate.node.spec.weight, candidate.node.picked

@@ -1,18 +1,22 @@
-"""A node by lot, heavier ones more often."""
+"""A node by lot, heavier and faster ones more often."""
 
 from __future__ import annotations
 
 import random
 
+from app.routing.policies.load import capacity, mean_speed
 from app.routing.registry import Candidate
 
 
 class Random:
-    """Weighted random order without replacement (Efraimidis and Spirakis, 2006: sort by u^(1/w))."""
+    """Weighted random order without replacement: a race in which each runs as fast as its weight x speed says.
+
+    The same draw as sorting by u^(1/w) (Efraimidis and Spirakis, 2006), which cannot tell large weights apart.
+    """
 
     def __init__(self, uniform: random.Random | None = None) -> None:
-        self._uniform = (uniform or random.Random()).random
+        self._arrival = (uniform or random.Random()).expovariate
 
     def rank(self, candidates: list[Candidate]) -> list[Candidate]:
-        keys = {id(candidate): self._uniform() ** (1 / candidate.node.spec.weight) for candidate in candidates}
-        return sorted(candidates, key=lambda candidate: keys[id(candidate)], reverse=True)
+        mean = mean_speed(candidates)
+        return sorted(candidates, key=lambda candidate: self._arrival(capacity(candidate, mean)))

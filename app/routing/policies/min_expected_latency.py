@@ -1,0 +1,27 @@
+"""The node that should be done first comes first, by its load and the speed that the operator gave it."""
+
+from __future__ import annotations
+
+import random
+
+from app.routing.policies.load import capacity, mean_speed, unfinished
+from app.routing.registry import Candidate
+
+
+class MinExpectedLatency:
+    """By (in flight + 1) / (weight x speed), ties by speed, then by lot.
+
+    LMDeploy leaves out the request that is about to be placed. Idle nodes are all equal then, however slow.
+    """
+
+    def __init__(self, uniform: random.Random | None = None) -> None:
+        self._uniform = (uniform or random.Random()).random
+
+    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+        if len(candidates) < 2:
+            return candidates
+        mean = mean_speed(candidates)
+        return sorted(candidates, key=lambda candidate: self._key(candidate, capacity(candidate, mean)))
+
+    def _key(self, candidate: Candidate, able: float) -> tuple[float, float, float]:
+        return unfinished(candidate) / able, -able, self._uniform()
