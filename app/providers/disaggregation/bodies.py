@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import orjson
@@ -19,15 +19,18 @@ def edited(body: bytes, changes: Mapping[str, Any]) -> bytes:
 
     Raises `InvalidRequest` when it is nested too deeply to be written anew.
     """
+    fields = orjson.loads(body)
+    write: Callable[[Any], bytes] = orjson.dumps
     try:
-        fields = decoded(body)
+        if holds_giant([fields]):
+            fields, write = json.loads(body), _exactly
         for name, value in changes.items():
             if value is GONE:
                 fields.pop(name, None)
             else:
                 fields[name] = value
-        return encoded(fields)
-    except RecursionError as error:
+        return write(fields)
+    except (TypeError, RecursionError) as error:
         raise InvalidRequest("the request body is nested too deeply") from error
 
 
@@ -42,4 +45,8 @@ def encoded(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:  # an integer of more than 64 bits, or more depth than orjson writes
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return _exactly(value)
+
+
+def _exactly(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
