@@ -30,8 +30,14 @@ NUMBERS = sorted(
     for name, field in Settings.model_fields.items()
     if name == "cloud_budget_usd" or (isinstance(field.default, int | float) and not isinstance(field.default, bool))
 )
-# Names that messages may tell people to set although they are not ours.
-OTHERS = {"OLLAMA_HOST", "OLLAMA_ORIGINS"}
+# Names that messages may tell people to set although they are not ours, and those that are taken from LMDeploy.
+OTHERS = {
+    "OLLAMA_HOST",
+    "OLLAMA_ORIGINS",
+    "LMDEPLOY_CONTROLLER_HEART_BEAT_EXPIRATION",
+    "AIOHTTP_TIMEOUT",
+    "UVICORN_LOG_LEVEL",
+}
 
 
 # -- settings
