@@ -32,6 +32,7 @@ class Gateway:
     launch: Callable[[Path, int, Sequence[str]], Launch] | None = None
     ready_path: str = "/health"
     ready_seconds: float = 30.0
+    ours: bool = False
     share: float = 1.0  # of each case's requests: a slow one needs fewer for a figure that is as good
 
 
@@ -122,8 +123,8 @@ def installed() -> list[Gateway]:
     """All that can be measured on this machine; the node alone comes first, as the floor."""
     gateways = [
         Gateway("direct"),
-        Gateway("hearth-openai", "", hearth("vllm")),
-        Gateway("hearth-ollama", "", hearth("ollama")),
+        Gateway("hearth-openai", launch=hearth("vllm"), ours=True),
+        Gateway("hearth-ollama", launch=hearth("ollama"), ours=True),
     ]
     if program := find("nginx"):
         gateways.append(Gateway("nginx", nginx_version(program), nginx))

@@ -229,9 +229,9 @@ def table(results: Results, gateways: Sequence[Gateway]) -> list[str]:
     return lines
 
 
-def complete(results: Results, rounds: int) -> bool:
-    """Whether every gateway got through every round without a bad reply."""
-    measured = [figures for case in results.values() for figures in case.values()]
+def complete(results: Results, gateways: Sequence[Gateway], rounds: int) -> bool:
+    """Whether these gateways got through every round without a bad reply."""
+    measured = [case[gateway.name] for case in results.values() for gateway in gateways]
     return all(len(figures) == rounds and not any(one.report.bad for one in figures) for figures in measured)
 
 
@@ -290,10 +290,10 @@ def main() -> int:
     print("\n".join(conditions(processors, options.rounds, cases) + table(results, gateways)))
     if options.out:
         options.out.write_text(json.dumps(results, default=dataclasses.asdict, indent=1))
-    good = complete(results, options.rounds)
-    if good:
+    if complete(results, gateways, options.rounds):
         shutil.rmtree(bench.folder)  # else its logs tell why
-    return int(not good)
+    # What a peer does under these loads is its own affair; the table shows it.
+    return int(not complete(results, [gateway for gateway in gateways if gateway.ours], options.rounds))
 
 
 if __name__ == "__main__":
