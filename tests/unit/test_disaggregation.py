@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.domain import Failure, Operation, Request
@@ -166,6 +166,7 @@ KEYS = ["id", "cache_session_id", "cache_block_ids", "remote_token_ids", "kv_tra
 REPLIES = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(st.integers(), max_size=3))
 
 
+@settings(deadline=None)
 @given(REPLIES)
 @pytest.mark.parametrize("pairs", ONE_AFTER_THE_OTHER)
 def test_any_prefill_answer_is_either_of_use_or_a_failure(pairs: Disaggregation, reply: Any) -> None:
