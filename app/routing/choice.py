@@ -92,7 +92,7 @@ class Choice:
         began = time.perf_counter()
         seconds = min(self._queue_seconds, plan.deadline - asyncio.get_running_loop().time())
         try:
-            slot = await self._admission.wait(lambda: plan.open(candidates), seconds)
+            slot = await self._admission.wait(lambda: plan.like(candidates), seconds)
         except TimeoutError as error:
             raise Overloaded(
                 "no node became free in time; try again later, or raise max_concurrency",

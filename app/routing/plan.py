@@ -65,6 +65,10 @@ class Plan:
         """Those that may still be asked."""
         return [candidate for candidate in candidates if self._open(candidate.node)]
 
+    def like(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Who may be asked in the place of these local ones by now: perhaps also one that has come back meanwhile."""
+        return self.local() if candidates[0].node.spec.role is Role.HYBRID else self.open(candidates)
+
     def local_nodes(self) -> list[Node]:
         """Local nodes that serve the model, or may: those that were never reached."""
         if self.route.local is None:

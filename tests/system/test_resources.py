@@ -96,7 +96,7 @@ async def test_health_is_told_at_once_with_hundreds_of_streams_open(tmp_path: Pa
         exchange.head(200, SSE)
         while not everyone.is_set():
             exchange.body(chunk("x"))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
         exchange.body(chunk(finish="stop") + DONE)
         exchange.end()
 

@@ -94,13 +94,19 @@ async def test_nothing_on_the_way_is_invited_to_hold_a_stream_back() -> None:
 
 async def test_a_node_learns_nothing_of_the_client_but_its_request() -> None:
     async with FakeVLLM(models=["m"]) as node, gateway(node) as hearth:
-        told = {"cookie": "c=1", "origin": "http://evil.test", "authorization": "Bearer sk-client-key-0001"}
+        told = {
+            "traceparent": "00-1-2-01",
+            "cookie": "c=1",
+            "origin": "http://evil.test",
+            "authorization": "Bearer sk-client-key-0001",
+        }
         await hearth.chat(headers={**told, "accept-encoding": "br", "user-agent": "spy", "x-request-id": "r-1"})
 
         got = node.inferences[0].headers
         assert got["host"] == node.url.removeprefix("http://")
         assert got["accept-encoding"] == "identity"
         assert got["x-request-id"] == "r-1"
+        assert got["traceparent"] == "00-1-2-01"
         assert got["user-agent"].startswith("hearth/")
         assert not got.keys() & {"cookie", "origin", "authorization", "x-forwarded-for"}
 
