@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,10 +76,10 @@ class NodeCalls:
             raise NodeUnfit(f"{spec.url} lists no models (status {status}); give its 'models'")
         return names
 
-    async def terminate(self, url: str) -> bool:
+    async def terminate(self, spec: NodeSpec) -> bool:
         """Asks an engine to end itself; False when it does not."""
         try:
-            status, _ = await self._ask(NodeSpec(url), "GET", "/terminate", None, _TERMINATE_SECONDS)
+            status, _ = await self._ask(spec, "GET", "/terminate", None, _TERMINATE_SECONDS)
         except httpx.HTTPError:
             return False
         return status == httpx.codes.OK
@@ -93,13 +94,19 @@ class NodeCalls:
         if body is not None:
             headers["content-type"] = "application/json"
         url = join(spec.url, path)
-        async with self._client.stream(method, url, content=body, headers=headers, timeout=seconds) as response:
-            answer = b""
-            async for part in response.aiter_bytes():
-                answer += part
-                if len(answer) > _ANSWER_BYTES:
-                    raise httpx.ReadError("endless answer")
-        return response.status_code, answer
+        try:
+            async with (
+                asyncio.timeout(seconds),  # httpx limits each read alone, so that a node could go on for ever
+                self._client.stream(method, url, content=body, headers=headers, timeout=seconds) as response,
+            ):
+                answer = b""
+                async for part in response.aiter_bytes():
+                    answer += part
+                    if len(answer) > _ANSWER_BYTES:
+                        raise httpx.ReadError("endless answer")
+                return response.status_code, answer
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("no whole answer in time") from error
 
 
 def _names(answer: bytes) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -17,20 +17,22 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
+from app import proxy_config
 from app.domain import NodeSpec, Role
 from app.errors import Forbidden, HearthError, InvalidRequest, NodeFailure, NotFound
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
+from app.networks import Network, admitted
 from app.routing.links import Links
 from app.routing.membership import Membership
 from app.routing.registry import Node, Registry
+from app.setting_values import web_url
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 ReadSpec = Callable[[object], NodeSpec]  # raises ValueError
 Discover = Callable[[NodeSpec], Awaitable[Sequence[str]]]  # raises HearthError
-Terminate = Callable[[str], Awaitable[bool]]
+Terminate = Callable[[NodeSpec], Awaitable[bool]]
 
-_ROLE_NUMBERS = {Role.HYBRID: 1, Role.PREFILL: 2, Role.DECODE: 3}
+_ROLE_NUMBERS = {role: number for number, role in proxy_config.ROLES.items()}
 _ANYWHERE = ("0.0.0.0", "::", "localhost", "127.0.0.1", "::1")
 _LOOPBACKS = ("127.0.0.1", "::1")
 _RESOLVE_SECONDS = 2.0
@@ -85,9 +87,9 @@ class NodeApi:
     async def add(self, request: Request) -> JSONResponse:
         body = await _body(request)
         spec = await self._spec(body, request)
-        if not spec.models:
-            spec = replace(spec, models=tuple(await self._discover(spec)))
-        self._membership.add(replace(spec, name=self._membership.unique_name(spec.name)))
+        # What the node lists now is not written down as its models: it may list others later.
+        listed = () if spec.models else await self._discover(spec)
+        self._membership.add(spec, listed)
         return JSONResponse("Added successfully")
 
     async def remove(self, request: Request) -> JSONResponse:
@@ -106,15 +108,15 @@ class NodeApi:
     async def terminate(self, request: Request) -> JSONResponse:
         node = self._known(await _url(request))
         self._membership.remove(node.spec.url)
-        if not await self._terminate(node.spec.url):
+        if not await self._terminate(node.spec):
             raise _BadGateway(f"Failed to terminate node {node.spec.url}")
         return JSONResponse("Terminated successfully")
 
     async def terminate_all(self) -> JSONResponse:
-        urls = [node.spec.url for node in self._registry.local()]
-        for url in urls:
-            self._membership.remove(url)
-        ended = await asyncio.gather(*(self._terminate(url) for url in urls))
+        specs = [node.spec for node in self._registry.local()]
+        for spec in specs:
+            self._membership.remove(spec.url)
+        ended = await asyncio.gather(*(self._terminate(spec) for spec in specs))
         if not all(ended):
             raise _BadGateway("Failed to terminate all nodes")
         return JSONResponse("All nodes terminated successfully")
@@ -156,18 +158,26 @@ class NodeApi:
         told = {key: status[key] for key in ("models", "role", "speed") if status.get(key) is not None}
         own = {key: body[key] for key in _OWN_KEYS if body.get(key) is not None}
         try:
+            if "role" in told:
+                told["role"] = proxy_config.role(told["role"])
             spec = self._read_spec({"url": url, **told, **own})
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         await self._check_network(spec.url)
-        return spec
+        return self._with_earlier(spec, told.keys() | own.keys())
+
+    def _with_earlier(self, spec: NodeSpec, given: Set[str]) -> NodeSpec:
+        """An engine that starts again knows nothing of its key, its limits and its speed: those were an operator's."""
+        earlier = self._membership.find(spec.url)
+        if earlier is None:
+            return spec
+        return replace(spec, **{key: getattr(earlier.spec, key) for key in (*_OWN_KEYS, "speed") if key not in given})
 
     async def _check_network(self, url: str) -> None:
         """Raises `Forbidden` unless every address of the node lies in an allowed network."""
         host = urlsplit(url).hostname or ""
-        for address in await _addresses(host):
-            if not any(address in network for network in self._networks if network.version == address.version):
-                raise Forbidden(f"{host} lies in no network that nodes may be added from; see NODES_NETWORKS")
+        if not all(admitted(address, self._networks) for address in await _addresses(host)):
+            raise Forbidden(f"{host} lies in no network that nodes may be added from; see NODES_NETWORKS")
 
 
 class _BadGateway(HearthError):
@@ -175,17 +185,17 @@ class _BadGateway(HearthError):
     code = "node_failed"
 
 
-async def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+async def _addresses(host: str) -> list[str]:
     try:
-        return [ipaddress.ip_address(host)]
+        return [str(ipaddress.ip_address(host))]
     except ValueError:
         pass
     try:
         async with asyncio.timeout(_RESOLVE_SECONDS):
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:
         raise InvalidRequest(f"the name {host} cannot be resolved", param="url") from error
-    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    return [str(entry[4][0]).partition("%")[0] for entry in found]
 
 
 def _reachable(url: str, peer: str) -> str:
@@ -219,14 +229,21 @@ async def _body(request: Request) -> dict[str, Any]:
 async def _url(request: Request) -> str:
     """The node's URL, from the body or, as LMDeploy's documentation has it, from the query."""
     given = request.query_params.get("node_url")
-    return given if given else _url_in(await _body(request))
+    return _checked(given) if given else _url_in(await _body(request))
 
 
 def _url_in(body: Mapping[str, Any]) -> str:
     url = body.get("url")
     if not isinstance(url, str) or not url:
         raise InvalidRequest("'url' is missing; it must be the node's URL", param="url")
-    return url
+    return _checked(url)
+
+
+def _checked(url: str) -> str:
+    try:
+        return web_url(url)
+    except ValueError as error:
+        raise InvalidRequest(f"url: {error}", param="url") from error
 
 
 def _status(node: Node) -> dict[str, Any]:

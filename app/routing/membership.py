@@ -6,12 +6,12 @@ A node that registers again is a new one: what runs on the old one settles its a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from app.domain import NodeSpec, NodeState
+from app.domain import ModelInfo, NodeSpec, NodeState
 from app.routing.node_store import NodeStore, StoredNode, StoreFull
 from app.routing.registry import Node, Registry
 
@@ -53,7 +53,7 @@ class Membership:
             return
         for stored in await asyncio.to_thread(self._store.load):
             if self.find(stored.spec.url) is None:
-                name = self.unique_name(stored.spec.name)
+                name = self._unique_name(stored.spec)
                 self._join(replace(stored.spec, name=name)).latencies.extend(stored.latencies)
         for warning in self._store.warnings:
             self._on_trouble(warning)
@@ -86,10 +86,15 @@ class Membership:
         wanted = same_address(url)
         return next((node for node in self._registry.local() if same_address(node.spec.url) == wanted), None)
 
-    def add(self, spec: NodeSpec) -> Node:
-        """Admits a node as soon as it answers. One at the same URL is replaced, with its counts and history."""
+    def add(self, spec: NodeSpec, listed: Iterable[str] = ()) -> Node:
+        """Admits a node as soon as it answers. One at the same URL is replaced, with its counts and history.
+
+        `listed` are models that it serves now; `spec.models`, where given, are those that it may ever be asked for.
+        """
         self.remove(spec.url)
-        node = self._join(spec)
+        node = self._join(replace(spec, name=self._unique_name(spec)))
+        if listed:
+            node.list_models(map(ModelInfo, listed))
         self._changed.set()
         return node
 
@@ -111,8 +116,9 @@ class Membership:
         node.draining = draining
         self._registry.on_change()
 
-    def unique_name(self, wanted: str) -> str:
+    def _unique_name(self, spec: NodeSpec) -> str:
         taken = {node.name for node in self._registry}
+        wanted = spec.name or urlsplit(spec.url).netloc
         number, name = 1, wanted
         while name in taken:
             number += 1
