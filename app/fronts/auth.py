@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
 
 from app.errors import Forbidden, Unauthorized
 from app.fronts.asgi import Scope
@@ -13,6 +14,7 @@ from app.fronts.asgi import Scope
 _FORWARDED = frozenset(
     {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}
 )
+_OUR_OWN = (b"none", b"same-origin")  # Sec-Fetch-Site of the address bar and of our own pages
 
 
 class Keyring:
@@ -80,8 +82,30 @@ def _is_local(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
     client = scope.get("client")
     if client is None or not _FORWARDED.isdisjoint(headers):
         return False
+    return _is_loopback(client[0]) and not _is_foreign_page(headers)
+
+
+def _is_foreign_page(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser asks on behalf of a page that is not ours: it lets every page send requests to its own machine.
+
+    A page whose own name was made to lead here passes for ours in all but that name.
+    """
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    if not _is_loopback(_hostname(f"//{host}")) or headers.get(b"sec-fetch-site", b"none") not in _OUR_OWN:
+        return True
+    return b"origin" in headers and headers[b"origin"].decode("latin-1").partition("://")[2] != host
+
+
+def _hostname(url: str) -> str:
     try:
-        return ipaddress.ip_address(client[0]).is_loopback
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
