@@ -22,7 +22,7 @@ from app.settings import Settings
 from tests.system.harness import until
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 20.0
+START_SECONDS = 40.0
 STOP_SECONDS = 5.0
 
 
@@ -89,15 +89,11 @@ class GatewayProcess:
 
     async def serving(self) -> None:
         """Waits until it answers."""
+        await self._until_ok("/health")
 
-        async def answers() -> bool:
-            assert self._running.returncode is None, self.stderr.decode()
-            try:
-                return (await self.client.get("/health")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        await until(answers, "the gateway serves", START_SECONDS)
+    async def ready(self) -> None:
+        """Waits until it has found a node that serves a model."""
+        await self._until_ok("/ready")
 
     def signal(self, number: signal.Signals) -> None:
         self._running.send_signal(number)
@@ -121,6 +117,16 @@ class GatewayProcess:
             await self.ended()
         finally:
             await self.client.aclose()
+
+    async def _until_ok(self, path: str) -> None:
+        async def ok() -> bool:
+            assert self._running.returncode is None, self.stderr.decode()
+            try:
+                return (await self.client.get(path)).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await until(ok, f"{path} answers 200", START_SECONDS)
 
     @property
     def _running(self) -> asyncio.subprocess.Process:

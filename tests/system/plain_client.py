@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 10.0
+SECONDS = 30.0
 JSON = {"content-type": "application/json"}
 
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LOCAL_KINDS = [name for name in KINDS if name != "cloud"]
 KEY = "sk-a-known-key-0001"
 LIMIT_BYTES = 2**20
+PROBED_ONCE: dict[str, Any] = {"health_check_interval": 600, "health_check_timeout": 10}
 CHAT, COMPLETION, EMBEDDING = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 USER = {"role": "user", "content": "hi"}
 GOOD: Mapping[str, dict[str, Any]] = {
@@ -39,7 +40,8 @@ class House(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=LOCAL_KINDS)
 async def shared(request: pytest.FixtureRequest) -> AsyncIterator[House]:
     async with KINDS[request.param](models=["m"]) as node:
-        async with gateway(node, api_keys=KEY, max_body_mb=LIMIT_BYTES / 2**20) as hearth:
+        async with gateway(node, api_keys=KEY, max_body_mb=LIMIT_BYTES / 2**20, **PROBED_ONCE) as hearth:
+            await hearth.state("n0", "healthy")
             yield House(node, hearth)
 
 
@@ -329,7 +331,8 @@ NOT_ON_OLLAMA: Mapping[str, Bad] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_ollama() -> AsyncIterator[House]:
-    async with FakeOllama(models=["m"]) as node, gateway(node, api_keys=KEY) as hearth:
+    async with FakeOllama(models=["m"]) as node, gateway(node, api_keys=KEY, **PROBED_ONCE) as hearth:
+        await hearth.state("n0", "healthy")
         yield House(node, hearth)
 
 
@@ -362,7 +365,7 @@ async def test_an_unknown_encoding_of_embeddings_is_refused_for_ollama(ollama: H
 @pytest.mark.parametrize("kind", ["ollama", "vllm"])
 @pytest.mark.parametrize("chunks", [0, 2**20], ids=["length", "chunks"])
 async def test_a_body_just_below_the_limit_is_served(kind: str, chunks: int) -> None:
-    async with KINDS[kind](models=["m"]) as node, gateway(node) as hearth:
+    async with KINDS[kind](models=["m"]) as node, gateway(node, **PROBED_ONCE) as hearth:
         text = "x" * (60 * 2**20)
         body = json.dumps({**GOOD[CHAT], "messages": [{"role": "user", "content": text}]}).encode()
 

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PROBED_ONCE: dict[str, Any] = {"health_check_interval": 600, "health_check_timeout": 10}
 STREAM_AND_DOCUMENT = pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
 
 
@@ -37,7 +38,8 @@ class House(NamedTuple):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house() -> AsyncIterator[House]:
-    async with FakeVLLM(models=["m"], echo="{}") as node, gateway(node) as hearth:
+    async with FakeVLLM(models=["m"], echo="{}") as node, gateway(node, **PROBED_ONCE) as hearth:
+        await hearth.state("n0", "healthy")
         yield House(node, hearth)
 
 
@@ -185,7 +187,7 @@ async def in_turn(hearth: Gateway, count: int, *, stream: bool) -> list[Answer]:
 @STREAM_AND_DOCUMENT
 @pytest.mark.parametrize("kind", ["ollama", "vllm"])
 async def test_connections_to_a_node_are_used_again(kind: str, stream: bool) -> None:
-    async with KINDS[kind](models=["m"], tokens=3) as node, gateway(node, health_check_interval=60) as hearth:
+    async with KINDS[kind](models=["m"], tokens=3) as node, gateway(node, **PROBED_ONCE) as hearth:
         probing = node.connections
 
         answers = await in_turn(hearth, 100, stream=stream)
@@ -198,7 +200,7 @@ async def test_connections_to_a_node_are_used_again(kind: str, stream: bool) -> 
 @STREAM_AND_DOCUMENT
 @pytest.mark.parametrize("kind", ["ollama", "vllm"])
 async def test_a_connection_that_the_node_closed_meanwhile_fails_no_request(kind: str, stream: bool) -> None:
-    async with KINDS[kind](models=["m"], tokens=3) as node, gateway(node, breaker_fail_max=1) as hearth:
+    async with KINDS[kind](models=["m"], tokens=3) as node, gateway(node, breaker_fail_max=1, **PROBED_ONCE) as hearth:
         node.behave(Behaviour.CLOSE_AFTER_ANSWER)
 
         answers = await in_turn(hearth, 100, stream=stream)
@@ -209,7 +211,7 @@ async def test_a_connection_that_the_node_closed_meanwhile_fails_no_request(kind
 
 
 async def test_fifty_megabytes_pass_through_byte_for_byte() -> None:
-    async with FakeVLLM(models=["m"]) as node, gateway(node) as hearth:
+    async with FakeVLLM(models=["m"]) as node, gateway(node, **PROBED_ONCE) as hearth:
         filler = b"\\u00fc \\/ 1e3 \xf0\x9f\x98\x80 " * 2_800_000
         body = b'{"n":1 ,  "messages":\t[{"role":"user","content":"' + filler + b'"}],"seed":1.50,"model":"m"}\n'
         assert len(body) > 50 * 2**20
@@ -228,7 +230,7 @@ async def test_two_hundred_clients_at_once_each_get_their_own_answer() -> None:
         FakeOllama(models=["m"], echo="{}", token_seconds=0.002) as one,
         FakeVLLM(models=["m"], echo="{}") as two,
     ):
-        async with gateway(one, two) as hearth:
+        async with gateway(one, two, **PROBED_ONCE) as hearth:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             async with httpx.AsyncClient(base_url=hearth.url, limits=limits, timeout=30) as client:
 

@@ -21,7 +21,8 @@ from demo.script import embedding
 from tests.fakes import Behaviour, Delta, FakeCloud, FakeOllama, FakeVLLM, Model, Script, ToolCall
 from tests.system.harness import Gateway, gateway
 
-SECONDS = 10.0
+SECONDS = 30.0
+PROBED_ONCE = {"health_check_interval": 600, "health_check_timeout": 10}
 KEY = "sk-the-clients-own-key"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -160,8 +161,9 @@ class House(NamedTuple):
 async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
     native = request.param == "ollama"
     node: Node = FakeOllama(models=[THINKER, *MODELS[1:]]) if native else FakeVLLM(models=MODELS)
-    settings: dict[str, Any] = {"max_attempts": 1, "breaker_fail_max": 0, "max_body_mb": 1}
+    settings: dict[str, Any] = {"max_attempts": 1, "breaker_fail_max": 0, "max_body_mb": 1, **PROBED_ONCE}
     async with node, gateway(node, **settings) as hearth:
+        await hearth.state("n0", "healthy")
         yield House(node, hearth, native)
 
 

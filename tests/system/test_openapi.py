@@ -48,20 +48,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         folder = tmp_path_factory.mktemp("hearth")
         async with FakeOllama(models=["m"], tokens=2) as node:
             async with GatewayProcess(folder, local_nodes=node_settings(node)) as hearth:
-                await hearth.serving()
+                await hearth.ready()
                 started.put((hearth.url, asyncio.get_running_loop(), end))
                 await end.wait()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    served, loop, end = started.get(timeout=30)
+    served, loop, end = started.get(timeout=50)
     yield served
     loop.call_soon_threadsafe(end.set)
     thread.join(10)
     assert not thread.is_alive()
 
 
-@SCHEMA.parametrize()
+# The routes that end or replace nodes would leave the others nothing to answer with.
+@SCHEMA.exclude(path_regex="^/(nodes|distserve)/").parametrize()
 @WHATEVER
 def test_answers_are_as_documented(case: Case, url: str) -> None:
     case.call_and_validate(base_url=url)

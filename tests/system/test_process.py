@@ -32,7 +32,7 @@ AT_ONCE_SECONDS = 3.0
 @asynccontextmanager
 async def running(folder: Path, node: FakeOllama, **settings: Any) -> AsyncIterator[GatewayProcess]:
     async with GatewayProcess(folder, local_nodes=node_settings(node), **settings) as hearth:
-        await hearth.serving()
+        await hearth.ready()
         yield hearth
 
 
@@ -68,7 +68,7 @@ def uvicorn(port: int) -> tuple[str, ...]:
 async def test_it_starts_by_its_own_command_and_under_uvicorn(command: Any, tmp_path: Path) -> None:
     async with FakeOllama(models=["m"]) as node:
         async with GatewayProcess(tmp_path, command=command, local_nodes=node_settings(node)) as hearth:
-            await hearth.serving()
+            await hearth.ready()
 
             answer = await hearth.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
             hearth.signal(signal.SIGTERM)

@@ -455,6 +455,49 @@ async def test_without_admin_keys_only_this_machine_may_manage(path: str) -> Non
             assert node.url not in answer.text
 
 
+ON_ANOTHERS_BEHALF: list[dict[str, str]] = [
+    {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": OTHER_PAGE},
+    {"origin": "null"},
+    {"origin": "http://localhost:3000"},
+    {"host": "evil.example:8000", "origin": "http://evil.example:8000", "sec-fetch-site": "same-origin"},
+    {"host": "evil.example"},
+    {"host": "localhost.evil.example"},
+    {"host": "127.0.0.1.evil.example"},
+    {"host": "[::1"},
+]
+ON_OUR_OWN: list[dict[str, str]] = [
+    {"sec-fetch-site": "none"},
+    {"sec-fetch-site": "same-origin", "host": "localhost:8000", "origin": "http://localhost:8000"},
+    {"host": "127.0.0.1:8000"},
+    {"host": "[::1]:8000"},
+    {"host": "LOCALHOST"},
+]
+
+
+@pytest.mark.parametrize("path", MANAGED)
+async def test_no_page_from_elsewhere_manages_through_a_browser_on_this_machine(path: str) -> None:
+    async with FakeOllama(models=["m"]) as node, gateway(node, cors_origins="*") as hearth:
+        for headers in ON_ANOTHERS_BEHALF:
+            answer = await hearth.client.get(path, headers=headers)
+            assert answer.status_code == 403, headers
+            assert node.url not in answer.text
+        for headers in ON_OUR_OWN:
+            assert (await hearth.client.get(path, headers=headers)).status_code == 200, headers
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/nodes/terminate_all"), ("POST", "/nodes/add")])
+async def test_no_page_ends_an_engine_or_puts_another_in_its_place(method: str, path: str) -> None:
+    async with FakeVLLM(models=["m"]) as node, FakeVLLM(models=["m"]) as trap, gateway(node) as hearth:
+        for headers in ON_ANOTHERS_BEHALF:
+            answer = await hearth.client.request(method, path, headers=headers, json={"url": trap.url})
+            assert answer.status_code == 403, headers
+
+        assert not trap.requests
+        assert (await hearth.chat()).headers["x-hearth-node"] == "n0"
+
+
 @pytest.mark.parametrize("path", MANAGED)
 async def test_with_admin_keys_nothing_else_opens(path: str) -> None:
     async with FakeOllama(models=["m"]) as node:
@@ -464,7 +507,13 @@ async def test_with_admin_keys_nothing_else_opens(path: str) -> None:
                 assert answer.status_code == 401
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert node.url not in answer.text
-            for headers in (bearer(ADMIN_KEY), {"x-api-key": ADMIN_KEY}, {**bearer(ADMIN_KEY), "via": "1.1 proxy"}):
+            for more in (
+                {},
+                {"x-api-key": ADMIN_KEY},
+                {"via": "1.1 proxy"},
+                {"origin": OTHER_PAGE, "host": "h.example"},
+            ):
+                headers = {**bearer(ADMIN_KEY), **more}
                 assert (await hearth.client.get(path, headers=headers)).status_code == 200
 
 
@@ -498,7 +547,7 @@ async def test_tls_is_served_with_the_operators_certificate(tmp_path: Path) -> N
             ssl_certfile=tmp_path / "cert.pem",
             ssl_keyfile=tmp_path / "key.pem",
         ) as hearth:
-            await hearth.serving()
+            await hearth.ready()
 
             answer = read(await hearth.client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
 
