@@ -5,6 +5,7 @@ either node has come back.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -37,11 +38,24 @@ class Links:
         self._links: dict[Key, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._left_over: list[tuple[Node, NodeRequest]] = []
+        self._ports: dict[tuple[Node, int], int | None] = {}
         self.held: dict[tuple[Node, Node], set[int]] = {}  # sessions on a prefill node that a decode node is to fetch
 
     def protocol(self, node: Node) -> Disaggregation | None:
         """How nodes of this kind share generations; None when they do not."""
         return None if node.kind is None else self._protocols.get(node.kind.name)
+
+    async def bootstrap_port(self, node: Node) -> int | None:
+        """Where SGLang's engines meet at this prefill node; None when it does not say, and has the usual port."""
+        key = (node, node.incarnation)
+        if key not in self._ports:
+            try:
+                answer = await self._caller.call(node, "GET", "/server_info", None)
+            except NodeFailure:
+                return None
+            self._ports = {kept: port for kept, port in self._ports.items() if kept[0] is not node}
+            self._ports[key] = _bootstrap_port(answer)
+        return self._ports[key]
 
     async def ensure(self, prefill: Node, decode: Node) -> None:
         """Returns once the two are linked. Raises `NodeFailure`. One handshake serves all who wait for it."""
@@ -147,3 +161,11 @@ class Links:
         chore = asyncio.create_task(work, name="chore")
         self._chores.add(chore)
         chore.add_done_callback(self._chores.discard)
+
+
+def _bootstrap_port(answer: bytes) -> int | None:
+    try:
+        port = json.loads(answer)["disaggregation_bootstrap_port"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return port if isinstance(port, int) else None

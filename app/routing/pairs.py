@@ -61,6 +61,7 @@ class Pairs:
                 prefill.abandon()
                 raise
             if decode is not None:
+                plan.trail.tried -= 1  # two nodes, but one try
                 return Pair(prefill, decode)
             prefill.abandon()
             plan.release(prefill.candidate)
@@ -129,7 +130,8 @@ class Pairs:
 
     async def _both(self, plan: Plan, pair: Pair, protocol: Disaggregation) -> Reply:
         """Asks both nodes at once. The prefill node's own answer is read and thrown away."""
-        node = PrefillNode(pair.nodes[0].spec.url)
+        prefill = pair.nodes[0]
+        node = PrefillNode(prefill.spec.url, await self._links.bootstrap_port(prefill))
         first = protocol.prefill(self._asking.call(plan, pair.prefill.candidate), node)
         call = self._asking.call(plan, pair.decode.candidate)
         reading = asyncio.create_task(self._read_away(plan, pair, first.outgoing), name="prefill")
