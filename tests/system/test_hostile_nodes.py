@@ -38,6 +38,8 @@ async def test_a_hostile_node_costs_no_answer_that_has_not_begun(kind: str, beha
                 answer = read(await hearth.chat(stream=stream))
 
                 reached = stage(behaviour, stream=stream, ollama=kind == "ollama")
+                if kind == "transformers" and behaviour is Behaviour.NO_FINISH_REASON and stream:
+                    reached = Stage.SOME  # it never sends [DONE], so that nothing says that the answer is whole
                 if behaviour in REFUSALS:
                     assert answer.status == REFUSALS[behaviour]
                     assert answer.error
