@@ -22,6 +22,7 @@ from app.domain import NodeSpec, Role
 from app.errors import Forbidden, HearthError, InvalidRequest, NodeFailure, NotFound
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
+from app.fronts.openapi import errors
 from app.networks import Network, admitted
 from app.routing.links import Links
 from app.routing.membership import Membership
@@ -38,6 +39,13 @@ _LOOPBACKS = ("127.0.0.1", "::1")
 _RESOLVE_SECONDS = 2.0
 _BODY_BYTES = 64 * 1024
 _OWN_KEYS = ("name", "kind", "api_key", "weight", "max_concurrency", "vram_gb", "num_ctx")
+
+_NODE = {
+    "type": "object",
+    "required": ["url"],
+    "properties": {"url": {"type": "string", "examples": ["http://192.168.1.20:23333"]}},
+}
+_NAMES_A_NODE: dict[str, Any] = {"openapi_extra": {"requestBody": {"content": {"application/json": {"schema": _NODE}}}}}
 
 
 class NodeApi:
@@ -69,14 +77,17 @@ class NodeApi:
         self._links = links
 
     def routers(self) -> tuple[APIRouter, APIRouter]:
-        router = APIRouter(prefix="/nodes", tags=["nodes"], dependencies=[Depends(self._admit)])
+        shared: dict[str, Any] = {"tags": ["nodes"], "dependencies": [Depends(self._admit)]}
+        shared["responses"] = errors(400, 401, 403, 404, 502)
+        router = APIRouter(prefix="/nodes", **shared)
+        drained: dict[str, Any] = {"status_code": 202, "responses": {200: {"description": "It has no requests left."}}}
         router.get("/status", summary="Every node, by URL")(self.status)
-        router.post("/add", summary="Add a node, or replace the one at this URL")(self.add)
-        router.post("/remove", summary="Forget a node")(self.remove)
-        router.post("/drain", summary="Give a node no new requests", status_code=202)(self.drain)
-        router.post("/terminate", summary="Forget a node and end its engine")(self.terminate)
+        router.post("/add", summary="Add a node, or replace the one at this URL", **_NAMES_A_NODE)(self.add)
+        router.post("/remove", summary="Forget a node", **_NAMES_A_NODE)(self.remove)
+        router.post("/drain", summary="Give a node no new requests", **_NAMES_A_NODE, **drained)(self.drain)
+        router.post("/terminate", summary="Forget a node and end its engine", **_NAMES_A_NODE)(self.terminate)
         router.get("/terminate_all", summary="Forget all nodes and end their engines")(self.terminate_all)
-        pairs = APIRouter(prefix="/distserve", tags=["nodes"], dependencies=[Depends(self._admit)])
+        pairs = APIRouter(prefix="/distserve", **shared)
         pairs.post("/connection_warmup", summary="Link every prefill node with every decode node")(self.warm_up)
         pairs.post("/gc", summary="Free what is left on prefill nodes of generations that failed")(self.collect)
         return router, pairs
