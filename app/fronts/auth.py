@@ -62,6 +62,11 @@ class Doors:
                 "this is open to clients on the gateway's own machine only; set ADMIN_KEYS to open it to others"
             )
 
+    def check_engine(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises `Forbidden` for a page: engines, which show no key, are no browsers."""
+        if _asks_for_a_page(headers):
+            raise Forbidden("pages from elsewhere may not do this")
+
 
 def token_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     """The key that the client showed, as a bearer token or as `x-api-key`."""
@@ -82,23 +87,22 @@ def _is_local(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
     client = scope.get("client")
     if client is None or not _FORWARDED.isdisjoint(headers):
         return False
-    return _is_loopback(client[0]) and not _is_foreign_page(headers)
+    # A page whose own name was made to lead here passes for ours in all but that name.
+    host = _hostname(headers.get(b"host", b"localhost"))
+    return _is_loopback(client[0]) and _is_loopback(host) and not _asks_for_a_page(headers)
 
 
-def _is_foreign_page(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser asks on behalf of a page that is not ours: it lets every page send requests to its own machine.
-
-    A page whose own name was made to lead here passes for ours in all but that name.
-    """
-    host = headers.get(b"host", b"localhost").decode("latin-1")
-    if not _is_loopback(_hostname(f"//{host}")) or headers.get(b"sec-fetch-site", b"none") not in _OUR_OWN:
+def _asks_for_a_page(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser asks for a page that is not ours: it lets every page send requests to its own machine."""
+    if headers.get(b"sec-fetch-site", b"none") not in _OUR_OWN:
         return True
-    return b"origin" in headers and headers[b"origin"].decode("latin-1").partition("://")[2] != host
+    return b"origin" in headers and headers[b"origin"].partition(b"://")[2] != headers.get(b"host")
 
 
-def _hostname(url: str) -> str:
+def _hostname(host: bytes) -> str:
+    """The name in a Host header; the empty string when it is none."""
     try:
-        return urlsplit(url).hostname or ""
+        return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
     except ValueError:
         return ""
 

@@ -150,8 +150,11 @@ class NodeApi:
 
     def _admit(self, request: Request) -> None:
         """Engines that register by themselves send no key: NODES_OPEN lets them in."""
-        if not self._open_to_all:
-            self._doors.check_admin(request.scope, headers_of(request.scope))
+        headers = headers_of(request.scope)
+        if self._open_to_all:
+            self._doors.check_engine(headers)
+        else:
+            self._doors.check_admin(request.scope, headers)
 
     def _known(self, url: str) -> Node:
         node = self._membership.find(url)
