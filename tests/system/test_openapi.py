@@ -30,6 +30,8 @@ SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 Case = schemathesis.Case[Any]
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+MANAGEMENT = "^/(nodes|distserve)/"
+AS_DOCUMENTED: Any = [status_code_conformance, content_type_conformance, response_schema_conformance]
 WHATEVER = settings(
     max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -37,6 +39,16 @@ WHATEVER = settings(
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield from _served(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def managed_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Another one, whose node is not missed."""
+    yield from _served(tmp_path_factory)
+
+
+def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A gateway in front of an Ollama.
 
     Not in this thread, which waits for the answers, nor in this process, where Hypothesis rules over `random`.
@@ -62,10 +74,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 # The routes that end or replace nodes would leave the others nothing to answer with.
-@SCHEMA.exclude(path_regex="^/(nodes|distserve)/").parametrize()
+@SCHEMA.exclude(path_regex=MANAGEMENT).parametrize()
 @WHATEVER
 def test_answers_are_as_documented(case: Case, url: str) -> None:
     case.call_and_validate(base_url=url)
+
+
+@SCHEMA.include(path_regex=MANAGEMENT).parametrize()
+@WHATEVER
+def test_answers_of_management_are_as_documented(case: Case, managed_url: str) -> None:
+    case.call_and_validate(base_url=managed_url, checks=AS_DOCUMENTED)
 
 
 @SCHEMA.include(path=HOT).parametrize()
@@ -73,8 +91,7 @@ def test_answers_are_as_documented(case: Case, url: str) -> None:
 def test_answers_for_a_model_that_there_is_are_as_documented(case: Case, url: str) -> None:
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body["model"] = "m"
-    checks: Any = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-    case.call_and_validate(base_url=url, checks=checks)
+    case.call_and_validate(base_url=url, checks=[not_a_server_error, *AS_DOCUMENTED])
 
 
 def test_the_documentation_loads(url: str) -> None:

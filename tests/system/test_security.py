@@ -487,15 +487,18 @@ async def test_no_page_from_elsewhere_manages_through_a_browser_on_this_machine(
             assert (await hearth.client.get(path, headers=headers)).status_code == 200, headers
 
 
+@pytest.mark.parametrize("open_", [False, True], ids=["closed", "open"])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/nodes/terminate_all"), ("POST", "/nodes/add")])
-async def test_no_page_ends_an_engine_or_puts_another_in_its_place(method: str, path: str) -> None:
-    async with FakeVLLM(models=["m"]) as node, FakeVLLM(models=["m"]) as trap, gateway(node) as hearth:
-        for headers in ON_ANOTHERS_BEHALF:
-            answer = await hearth.client.request(method, path, headers=headers, json={"url": trap.url})
-            assert answer.status_code == 403, headers
+async def test_no_page_ends_an_engine_or_puts_another_in_its_place(method: str, path: str, open_: bool) -> None:
+    async with FakeVLLM(models=["m"]) as node, FakeVLLM(models=["m"]) as trap:
+        async with gateway(node, nodes_open=open_) as hearth:
+            # Where engines may come from other machines, any name may be Hearth's own.
+            for headers in ON_ANOTHERS_BEHALF if not open_ else ON_ANOTHERS_BEHALF[:5]:
+                answer = await hearth.client.request(method, path, headers=headers, json={"url": trap.url})
+                assert answer.status_code == 403, headers
 
-        assert not trap.requests
-        assert (await hearth.chat()).headers["x-hearth-node"] == "n0"
+            assert not trap.requests
+            assert (await hearth.chat()).headers["x-hearth-node"] == "n0"
 
 
 @pytest.mark.parametrize("path", MANAGED)
