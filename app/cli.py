@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from app import __version__
@@ -22,8 +21,6 @@ options:
   --help, --version
 """
 _BAD_USAGE = 2
-_DRAIN_SECONDS = 30
-_KEEPALIVE_SECONDS = 75  # longer than clients keep their connections, so that they close first
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,9 +58,8 @@ def serve(flags: Sequence[str]) -> int:
 def _run(settings: Settings) -> int:
     import logging
 
-    import uvicorn
-
     from app.main import create_app
+    from app.server import DRAIN_SECONDS, PortTaken, make_server
     from app.start import announce
     from app.telemetry.logs import StandardBridge, make_logger, open_writer
 
@@ -72,38 +68,15 @@ def _run(settings: Settings) -> int:
     logging.basicConfig(handlers=[StandardBridge(log)], level=logging.WARNING, force=True)
     app = create_app(settings, sink)
 
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            # The first signal lets running requests end, the second one does not. uvicorn would raise the signal
-            # again after that, and the process would die of it instead of ending well.
-            app.state.phase.closing = True
-            self.force_exit = self.should_exit
-            self.should_exit = True
-            if self.force_exit:
-                # What breaks off now does so on purpose; uvicorn would show a traceback for each of it.
-                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            else:
-                log.info(
-                    "Hearth ends when running requests have. A second signal stops at once", seconds=_DRAIN_SECONDS
-                )
+    def closing() -> None:
+        app.state.phase.closing = True
+        log.info("Hearth ends when running requests have. A second signal stops at once", seconds=DRAIN_SECONDS)
 
-    server = Server(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            http="httptools",
-            loop="auto",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=_KEEPALIVE_SECONDS,
-            timeout_graceful_shutdown=_DRAIN_SECONDS,
-        )
-    )
+    try:
+        server = make_server(app, settings, closing)
+    except PortTaken as error:
+        print(f"hearth: {error}", file=sys.stderr)
+        return 1
     announce(settings, log)
     server.run()
     return 0 if server.started else 1

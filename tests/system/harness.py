@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.main import create_app
+from app.server import BoundedHttp
 from app.settings import Settings
 from tests.fakes import KINDS, FakeNode
 
@@ -114,7 +115,7 @@ async def gateway(*nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[Gatew
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = _Server(
-            uvicorn.Config(app, http="httptools", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+            uvicorn.Config(app, http=BoundedHttp, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -23,7 +23,7 @@ ALONE = {
     "prometheus_client": {"telemetry/metrics.py", "telemetry/tallies.py"},
     "structlog": {"telemetry/logs.py"},
     "httpx": {"probes.py", "node_calls.py"},
-    "uvicorn": {"cli.py"},
+    "uvicorn": {"server.py"},
 }
 # What a layer may not know.
 FORBIDDEN = {
