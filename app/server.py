@@ -106,6 +106,4 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortTaken(
-                    f"PORT: {port} on {host} is in use already; set another, or stop what uses it"
-                ) from error
+                raise PortTaken(f"PORT: {port} on {host} is in use; set another, or stop what uses it") from error
