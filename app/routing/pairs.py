@@ -6,22 +6,25 @@ Whatever fails before the client has seen content leaves nothing behind on the p
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from app.domain import Failure, Operation
-from app.errors import HearthError, NodeFailure
+from app.errors import HearthError, NodeFailure, Overloaded
 from app.providers.base import Outgoing
 from app.providers.disaggregation.base import Disaggregation, Handoff, PrefillBroken, PrefillNode
 from app.routing.asking import Asking
 from app.routing.attempt import Attempt
 from app.routing.choice import Choice
-from app.routing.links import Links
+from app.routing.links import Link, Links
 from app.routing.plan import Plan
-from app.routing.registry import Node
+from app.routing.registry import Candidate, Node
 from app.routing.reply import Reply
 from app.upstream import NodeResponse
 
 _PREFILL_BYTES = 16 * 2**20
+_PARTED_SECONDS = 1.0  # how long a decode node that failed after prefill is asked last
 
 
 class Pair(NamedTuple):
@@ -42,6 +45,7 @@ class Pairs:
         self._choice = choice
         self._asking = asking
         self._links = links
+        self._parted: WeakKeyDictionary[Plan, set[tuple[Node, Node]]] = WeakKeyDictionary()
 
     def serves_alone(self, node: Node) -> bool:
         protocol = self._links.protocol(node)
@@ -51,21 +55,50 @@ class Pairs:
         """Takes a place on both nodes of the best pair; None when there is none for this request."""
         if plan.request.operation is Operation.EMBEDDING:
             return None
-        for prefills, decodes in plan.pairs():
-            prefill = await self._choice.among(plan, prefills)
-            if prefill is None:
-                continue
-            try:
-                decode = await self._choice.among(plan, plan.open(decodes))
-            except BaseException:
-                prefill.abandon()
-                raise
-            if decode is not None:
-                plan.trail.tried -= 1  # two nodes, but one try
-                return Pair(prefill, decode)
-            prefill.abandon()
-            plan.release(prefill.candidate)
+        try:
+            for prefills, decodes in plan.pairs():
+                pair = await self._among(plan, prefills, decodes)
+                if pair is not None:
+                    return pair
+        except Overloaded as error:
+            plan.overloaded = error  # nodes that do all by themselves, and the cloud, may still have room
         return None
+
+    async def _among(self, plan: Plan, prefills: list[Candidate], decodes: list[Candidate]) -> Pair | None:
+        parted = self._parted.get(plan, set())
+        for group in _unparted_first(prefills, {prefill for prefill, _ in parted}):
+            left = {each: partners for each in group if (partners := self._partners(plan, each, decodes))}
+            while left:
+                prefill = await self._choice.among(plan, plan.open(left))
+                if prefill is None:
+                    break
+                for partners in _unparted_first(left.pop(prefill.candidate), {decode for _, decode in parted}):
+                    decode = await self._with_partner(plan, prefill, partners)
+                    if decode is not None:
+                        plan.trail.tried -= 1  # two nodes, but one try
+                        return Pair(prefill, decode)
+                self._take_back(plan, prefill)
+        return None
+
+    def _partners(self, plan: Plan, prefill: Candidate, decodes: list[Candidate]) -> list[Candidate]:
+        parted = self._parted.get(plan, set())
+        return [
+            decode
+            for decode in decodes
+            if (prefill.node, decode.node) not in parted and not self._links.hopeless(prefill.node, decode.node)
+        ]
+
+    async def _with_partner(self, plan: Plan, prefill: Attempt, partners: list[Candidate]) -> Attempt | None:
+        try:
+            return await self._choice.among(plan, plan.open(partners))
+        except BaseException:
+            self._take_back(plan, prefill)
+            raise
+
+    def _take_back(self, plan: Plan, prefill: Attempt) -> None:
+        prefill.abandon()
+        plan.release(prefill.candidate)
+        plan.trail.tried -= 1
 
     async def ask(self, plan: Plan, pair: Pair) -> Reply:
         """The decode node's answer, which has begun. Raises as `Asking.ask` does."""
@@ -74,9 +107,11 @@ class Pairs:
         try:
             call = self._asking.call(plan, pair.decode.candidate)
             protocol.refuse(call)
-            if not protocol.splits(call):
+            splits = protocol.splits(call)
+            if not splits or protocol.skipped is not None:
                 pair.prefill.abandon()
-                return await self._asking.ask(plan, pair.decode, protocol.decode(call, None))
+                outgoing = protocol.decode(call, protocol.skipped if splits else None)
+                return await self._asking.ask(plan, pair.decode, outgoing)
             if protocol.concurrent:
                 return await self._both(plan, pair, protocol)
             return await self._one_by_one(plan, pair, protocol)
@@ -88,26 +123,57 @@ class Pairs:
 
     async def _one_by_one(self, plan: Plan, pair: Pair, protocol: Disaggregation) -> Reply:
         prefill, decode = pair.nodes
-        link = asyncio.ensure_future(self._links.ensure(prefill, decode))
+        linking = asyncio.create_task(self._links.ensure(prefill, decode), name="linking")
         handoff: Handoff | None = None
         try:
-            handoff = protocol.skipped or await self._prefill(plan, pair, protocol)
+            handoff = await self._prefill(plan, pair, protocol)
             self._hold(pair, handoff)
-            if protocol.skipped is None:
-                await link
             call = self._asking.call(plan, pair.decode.candidate)
-            useful = None if handoff.finished else handoff
-            reply = await self._asking.ask(plan, pair.decode, protocol.decode(call, useful))
-        except NodeFailure:
-            self._links.forget(prefill, decode)
+            if handoff.finished:
+                return await self._asking.ask(plan, pair.decode, protocol.decode(call, None))
+            await self._linked(plan, pair, linking)
+            return await self._together(plan, pair, protocol.decode(call, handoff))
+        except NodeFailure as failure:
+            # A prefill node that says what is wrong is the process that was linked; a busy node of either sort too.
+            if failure.failure is not Failure.BUSY and (handoff is not None or failure.status is None):
+                self._links.forget(linking)
             raise
         finally:
-            link.cancel()
-            await asyncio.gather(link, return_exceptions=True)
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
             if handoff is not None and (handoff.finished or not plan.committed):
                 self._links.later(prefill, protocol.abandon(handoff))
             self._let_go(pair, handoff)
-        return reply
+
+    async def _linked(self, plan: Plan, pair: Pair, linking: asyncio.Task[Link]) -> None:
+        try:
+            await linking
+        except NodeFailure as failure:
+            self._part(plan, pair, failure)
+            raise
+
+    async def _together(self, plan: Plan, pair: Pair, outgoing: Outgoing) -> Reply:
+        """Asks the decode node to go on from what the prefill node has."""
+        try:
+            return await self._asking.ask(plan, pair.decode, outgoing)
+        except NodeFailure as failure:
+            if failure.failure in (Failure.SERVER_ERROR, Failure.ERROR_EVENT) and pair.decode.open:
+                node = pair.decode.candidate.node
+                node.penalty_until = max(node.penalty_until, time.monotonic() + _PARTED_SECONDS)
+                self._part(plan, pair, failure)
+            raise
+
+    def _part(self, plan: Plan, pair: Pair, failure: NodeFailure) -> None:
+        """Settles a failure of both together, which proves nothing against either.
+
+        A prefill node that restarts makes all decode nodes fail, whose breakers would leave nobody. Each may still
+        serve this request with another, and the decode node by itself.
+        """
+        failure.counts = False
+        pair.decode.fail(failure)
+        plan.failed(pair.decode.candidate, failure)
+        plan.release(pair.decode.candidate)
+        self._parted.setdefault(plan, set()).add(pair.nodes)
 
     async def _prefill(self, plan: Plan, pair: Pair, protocol: Disaggregation) -> Handoff:
         """The prefill node's part, settled; its failure is its own, not the decode node's."""
@@ -135,7 +201,8 @@ class Pairs:
         first = protocol.prefill(self._asking.call(plan, pair.prefill.candidate), node)
         call = self._asking.call(plan, pair.decode.candidate)
         reading = asyncio.create_task(self._read_away(plan, pair, first.outgoing), name="prefill")
-        asking = asyncio.create_task(self._asking.ask(plan, pair.decode, protocol.decode(call, first.handoff)))
+        reading.add_done_callback(_heard)
+        asking = asyncio.create_task(self._together(plan, pair, protocol.decode(call, first.handoff)), name="decode")
         try:
             done, _ = await asyncio.wait((reading, asking), return_when=asyncio.FIRST_COMPLETED)
             if reading in done and not asking.done():
@@ -184,6 +251,18 @@ class Pairs:
             held.discard(handoff.session)
             if not held:
                 del self._links.held[pair.nodes]
+
+
+def _unparted_first(candidates: list[Candidate], parted: set[Node]) -> list[list[Candidate]]:
+    """Those that have failed with nobody, and then the others."""
+    groups = [[each for each in candidates if (each.node in parted) is late] for late in (False, True)]
+    return [group for group in groups if group]
+
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """Takes note of a failure that comes when the answer has begun, and no longer matters."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _whole(response: NodeResponse) -> bytes:
