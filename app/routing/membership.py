@@ -74,6 +74,14 @@ class Membership:
     async def _save(self, store: NodeStore) -> None:
         self._changed.clear()
         nodes = [StoredNode(node.spec, tuple(node.latencies)) for node in self._added.values()]
+        writing = asyncio.create_task(self._write(store, nodes), name="nodes file")
+        try:
+            await asyncio.shield(writing)
+        finally:
+            # A thread goes on when its waiter is cancelled, and the last write must not overtake it.
+            await asyncio.wait([writing])
+
+    async def _write(self, store: NodeStore, nodes: list[StoredNode]) -> None:
         try:
             await asyncio.to_thread(store.save, nodes)
         except OSError as error:
