@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from demo.httpd import Exchange
 from tests.system.harness import until
+from tests.system.scripted import DONE, SSE, ScriptedNode, chunk
 
 ADDED, DELETED = '"Added successfully"', '"Deleted successfully"'
+
+
+class HeldNode(ScriptedNode):
+    """Begins every answer at once, and ends none before `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(self._answer)
+        self.release = asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def _answer(self, exchange: Exchange) -> None:
+        exchange.head(200, SSE)
+        exchange.body(chunk("a"))
+        await self.release.wait()
+        exchange.body(chunk(finish="stop") + DONE)
+        exchange.end()
 
 
 async def add(client: httpx.AsyncClient, url: str, **fields: Any) -> httpx.Response:
@@ -47,3 +71,8 @@ async def registers(client: httpx.AsyncClient, port: int, *models: str, role: in
     body = f'{{"url":"http://0.0.0.0:{port}","status":{{"models":[{listed}],"role":{role}}}}}'
     headers = {"accept": "application/json", "content-type": "application/json"}
     return await client.post("/nodes/add", content=body.encode(), headers=headers)
+
+
+def kept(path: Path) -> list[str]:
+    """The URLs of the nodes in the gateway's file."""
+    return [node["url"] for node in json.loads(path.read_text())["nodes"]] if path.exists() else []

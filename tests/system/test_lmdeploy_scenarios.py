@@ -21,7 +21,7 @@ from tests.fakes import Behaviour, FakeLMDeploy, FakeNode, On
 from tests.system.gateway_process import GatewayProcess
 from tests.system.harness import Gateway, gateway, until
 from tests.system.reading import read
-from tests.system.registration import ADDED, add, added, in_state, registers, status
+from tests.system.registration import ADDED, HeldNode, add, added, in_state, kept, registers, status
 from tests.system.scripted import DONE, ScriptedNode, chunk, says
 
 RARELY: Any = {"health_check_interval": 60}  # so that only the requests themselves can notice a dead node
@@ -111,20 +111,18 @@ async def test_a_node_that_wants_a_key_is_refused_and_harms_no_other(tmp_path: P
 
 
 async def test_an_engine_that_registers_again_under_load_counts_to_zero() -> None:
-    async with FakeLMDeploy(["m"], tokens=60, token_seconds=0.02) as engine, gateway(**LMDEPLOYS) as hearth:
-        await joined(hearth.client, engine)
+    async with HeldNode() as engine, gateway(**LMDEPLOYS) as hearth:
+        await added(hearth.client, engine.url, models=["m"], kind="lmdeploy")
         running = [asyncio.create_task(hearth.chat(stream=True)) for _ in range(3)]
-        await engine.until(lambda node: node.open == 3, 5)
+        await until(lambda: engine.open == 3, "all have begun")
 
-        await joined(hearth.client, engine)
-        counts = []
-        while not all(task.done() for task in running):
-            counts.append((await status(hearth.client))[engine.url]["unfinished"])
-            await asyncio.sleep(0.01)
+        await registers(hearth.client, engine.port, "m")
+        await in_state(hearth.client, engine.url, "healthy")
+        engine.release.set()
+        answers = [read(await task) for task in running]
 
-        assert all(read(task.result()).whole for task in running)
-        assert counts
-        assert {*counts, (await status(hearth.client))[engine.url]["unfinished"]} == {0}
+        assert all(answer.whole for answer in answers)
+        assert (await status(hearth.client))[engine.url]["unfinished"] == 0
 
 
 # -- what a client gets
@@ -211,14 +209,15 @@ async def test_a_state_file_that_is_corrupt_or_holds_null_gives_a_warning_and_a_
 
 
 async def test_a_restart_finds_the_same_five_nodes_with_counts_of_zero(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(FakeLMDeploy(["m"], tokens=300, token_seconds=0.1)) for _ in "12345"]
-        hearth = await stack.enter_async_context(GatewayProcess(tmp_path, nodes_file=tmp_path / "nodes.json"))
+        hearth = await stack.enter_async_context(GatewayProcess(tmp_path, nodes_file=path))
         await hearth.serving()
         await joined(hearth.client, *engines)
         before = await status(hearth.client)
         async with _cut(hearth.client, engines):
-            await until(lambda: (tmp_path / "nodes.json").read_text().count('"url"') == 5, "all are written")
+            await until(lambda: len(kept(path)) == 5, "all are written")
             hearth.signal(signal.SIGKILL)
             await hearth.ended()
 

@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import KINDS, Behaviour, FakeLMDeploy, FakeNode, FakeOllama, FakeOpenAI, FakeVLLM, On, State, flavours
+from app.routing.node_store import NodeStore, StoredNode
+from tests.fakes import KINDS, Behaviour, FakeLMDeploy, FakeOllama, FakeOpenAI, FakeVLLM, On, State, flavours
 from tests.system.gateway_process import GatewayProcess
 from tests.system.harness import Gateway, gateway, node_settings, until
 from tests.system.reading import Answer, read
-from tests.system.registration import ADDED, DELETED, add, added, in_state, registers, status
+from tests.system.registration import ADDED, DELETED, HeldNode, add, added, in_state, kept, registers, status
 
 ADMIN = "sk-admin-key-for-tests-0001"
 CLIENT = "sk-client-key-for-tests-0001"
@@ -53,7 +55,6 @@ UNLISTING = {
     Behaviour.HANG_AFTER_HEAD: 504,
     Behaviour.DRIP: 504,
 }
-SLOW: Any = {"tokens": 20, "token_seconds": 0.02}
 TERMINABLE = replace(flavours.LMDEPLOY, gets={**flavours.LMDEPLOY.gets, "/terminate": lambda engine: engine.empty()})
 
 
@@ -69,17 +70,15 @@ async def chat(hearth: Gateway, count: int = 1, **fields: Any) -> list[Answer]:
 
 
 @asynccontextmanager
-async def streaming(
-    hearth: Gateway, node: FakeNode[Any], count: int
-) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
-    """So many chats that run on the node. They end by themselves."""
+async def streaming(hearth: Gateway, node: HeldNode, count: int) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
+    """So many chats that run on the node, which is the only one now, until it is released."""
+    await added(hearth.client, node.url, models=["m"], kind="vllm")
     running = [asyncio.create_task(hearth.chat(stream=True)) for _ in range(count)]
-    await node.until(lambda n: n.open == count, 5)
+    await until(lambda: node.open == count, "all have begun")
     try:
         yield running
     finally:
-        for task in running:
-            task.cancel()
+        node.release.set()
         await asyncio.gather(*running, return_exceptions=True)
 
 
@@ -540,24 +539,27 @@ async def test_a_node_that_recovers_comes_back_by_itself() -> None:
 
 
 async def test_a_registration_again_under_load_leaves_no_count_behind() -> None:
-    async with FakeVLLM(["m"], **SLOW) as node, gateway() as hearth:
-        await added(hearth.client, node.url, models=["m"])
-        seen: list[int] = []
+    async with HeldNode() as node, gateway() as hearth:
+        counts: list[int] = []
+
+        async def count() -> int:
+            counts.append((await status(hearth.client))[node.url]["unfinished"])
+            return counts[-1]
 
         async with streaming(hearth, node, 8) as running:
+            assert await count() == 8
             for _ in range(3):
-                await added(hearth.client, node.url, models=["m"])
+                await added(hearth.client, node.url, models=["m"], kind="vllm")
+                assert await count() == 0
                 running.append(asyncio.create_task(hearth.chat(stream=True)))
-                await until(lambda: len(node.inferences) == len(running), "it has begun")
+                await until(lambda: node.open == len(running), "it has begun")
+                assert await count() == 1
+            node.release.set()
             while not all(task.done() for task in running):
-                seen.append((await status(hearth.client))[node.url]["unfinished"])
-                await asyncio.sleep(0.005)
-            answers = [read(await task) for task in running]
+                await count()
 
-        assert all(answer.whole for answer in answers)
-        assert min(seen) >= 0
-        assert max(seen) <= 3
-        assert (await status(hearth.client))[node.url]["unfinished"] == 0
+        assert all(read(task.result()).whole for task in running)
+        assert min(counts) == await count() == 0
         assert await hearth.in_flight() == 0
 
 
@@ -602,8 +604,7 @@ async def test_hanging_additions_hold_up_nobody(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_drained_node_ends_its_work_and_gets_no_more() -> None:
-    async with FakeVLLM(["m"], **SLOW) as node, FakeVLLM(["m"]) as other, gateway() as hearth:
-        await added(hearth.client, node.url)
+    async with HeldNode() as node, FakeVLLM(["m"]) as other, gateway() as hearth:
         async with streaming(hearth, node, 2) as running:
             await added(hearth.client, other.url)
 
@@ -612,6 +613,7 @@ async def test_a_drained_node_ends_its_work_and_gets_no_more() -> None:
             assert answer.json() == {"url": node.url, "state": "draining", "in_flight": 2}
             assert (await status(hearth.client))[node.url]["state"] == "draining"
             meanwhile = await chat(hearth, 8)
+            node.release.set()
             ended = [read(await task) for task in running]
             answer = await hearth.client.post("/nodes/drain", json={"url": node.url})
 
@@ -639,13 +641,13 @@ async def test_the_only_node_drained_says_that_nobody_is_left() -> None:
 
 
 async def test_what_runs_on_a_node_that_is_removed_comes_to_its_end() -> None:
-    async with FakeVLLM(["m"], **SLOW) as node, FakeVLLM(["m"]) as other, gateway() as hearth:
-        await added(hearth.client, node.url)
+    async with HeldNode() as node, FakeVLLM(["m"]) as other, gateway() as hearth:
         async with streaming(hearth, node, 4) as running:
             await added(hearth.client, other.url)
 
             await hearth.client.post("/nodes/remove", json={"url": node.url})
             meanwhile = await chat(hearth, 4)
+            node.release.set()
             ended = [read(await task) for task in running]
 
         assert all(answer.whole for answer in (*ended, *meanwhile))
@@ -653,15 +655,26 @@ async def test_what_runs_on_a_node_that_is_removed_comes_to_its_end() -> None:
         assert list(await status(hearth.client)) == [other.url]
 
 
-async def test_a_request_that_waits_for_a_node_goes_elsewhere_when_that_is_removed() -> None:
-    async with FakeVLLM(["m"], first_seconds=30) as full, FakeVLLM(["m"]) as other, gateway() as hearth:
-        await added(hearth.client, full.url, max_concurrency=1)
-        async with streaming(hearth, full, 1):
+async def _waits(hearth: Gateway) -> bool:
+    return "hearth_waiting 1.0" in (await hearth.client.get("/metrics")).text
+
+
+async def test_a_request_that_waits_for_a_node_goes_elsewhere_when_that_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.telemetry.metrics._CACHE_SECONDS", 0)
+    async with HeldNode() as full, FakeVLLM(["m"]) as other, gateway() as hearth:
+        async with streaming(hearth, full, 1) as running:
+            await added(hearth.client, full.url, max_concurrency=1)
+            running.append(asyncio.create_task(hearth.chat(stream=True)))
+            await until(lambda: full.open == 2, "it is full")
             waiting = asyncio.create_task(hearth.chat())
+            await until(lambda: _waits(hearth), "it waits")
             await added(hearth.client, other.url)
             await hearth.client.post("/nodes/remove", json={"url": full.url})
 
             assert (await waiting).status_code == 200
+            assert len(full.inferences) == 2
 
 
 async def test_terminate_ends_the_engine_and_forgets_it() -> None:
@@ -694,10 +707,6 @@ async def test_an_engine_that_will_not_end_is_forgotten_but_that_is_said() -> No
 
 
 # -- what survives
-
-
-def _kept(path: Path) -> list[str]:
-    return [node["url"] for node in json.loads(path.read_text())["nodes"]] if path.exists() else []
 
 
 def _without_latency(shown: dict[str, Any]) -> dict[str, Any]:
@@ -733,6 +742,27 @@ async def test_nodes_survive_a_restart_and_removed_ones_do_not(tmp_path: Path) -
             assert all(answer.whole for answer in await chat(hearth, 5))
 
 
+async def test_a_node_that_is_added_while_the_file_is_written_is_in_it_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, save, begun = tmp_path / "nodes.json", NodeStore.save, threading.Event()
+
+    def saving(store: NodeStore, nodes: Iterable[StoredNode]) -> None:
+        first = not begun.is_set()
+        begun.set()
+        if first:
+            time.sleep(0.5)  # as a slow disk would take
+        save(store, nodes)
+
+    monkeypatch.setattr(NodeStore, "save", saving)
+    async with gateway(nodes_file=str(path)) as hearth:
+        await add(hearth.client, "http://127.0.0.1:1", models=["m"])
+        await until(begun.is_set, "the first is being written")
+        await add(hearth.client, "http://127.0.0.1:2", models=["m"])
+
+    assert kept(path) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
 async def test_restored_nodes_are_asked_before_they_get_work(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
     async with FakeVLLM(["m"]) as gone, FakeVLLM(["m"]) as alive:
@@ -749,7 +779,7 @@ async def test_restored_nodes_are_asked_before_they_get_work(tmp_path: Path) -> 
             assert {answer.headers["x-hearth-attempts"] for answer in answers} == {"1"}
 
 
-async def test_the_settings_win_over_what_was_kept(tmp_path: Path) -> None:
+async def test_the_settings_win_over_what_waskept(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
     async with FakeVLLM(["m"]) as node:
         async with gateway(nodes_file=str(path)) as hearth:
@@ -780,7 +810,7 @@ async def test_a_gateway_that_is_killed_keeps_the_node_that_was_added_a_second_a
     async with FakeVLLM(["m"]) as node, GatewayProcess(tmp_path, nodes_file=path) as hearth:
         await hearth.serving()
         answer = await add(hearth.client, node.url, api_key="sk-of-the-node-0001")
-        await until(lambda: _kept(path) == [node.url], "it is written", 1.0)
+        await until(lambda: kept(path) == [node.url], "it is written", 1.0)
 
         hearth.signal(signal.SIGKILL)
         await hearth.ended()
@@ -799,7 +829,7 @@ async def test_a_file_that_holds_no_nodes_is_kept_aside_and_hearth_starts(conten
     async with FakeVLLM(["m"]) as node, gateway(nodes_file=str(path)) as hearth:
         warnings = [line["event"] for line in hearth.lines.all if line["level"] == "warning"]
         await added(hearth.client, node.url)
-        await until(lambda: _kept(path) == [node.url], "it is written")
+        await until(lambda: kept(path) == [node.url], "it is written")
 
         assert _aside(path) == [content]
         assert any("NODES_FILE" in warning and str(path) in warning for warning in warnings)
