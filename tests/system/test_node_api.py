@@ -746,6 +746,7 @@ async def test_a_node_that_is_added_while_the_file_is_written_is_in_it_at_the_en
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, save, begun = tmp_path / "nodes.json", NodeStore.save, threading.Event()
+    written = []
 
     def saving(store: NodeStore, nodes: Iterable[StoredNode]) -> None:
         first = not begun.is_set()
@@ -753,6 +754,7 @@ async def test_a_node_that_is_added_while_the_file_is_written_is_in_it_at_the_en
         if first:
             time.sleep(0.5)  # as a slow disk would take
         save(store, nodes)
+        written.append(first)
 
     monkeypatch.setattr(NodeStore, "save", saving)
     async with gateway(nodes_file=str(path)) as hearth:
@@ -760,6 +762,7 @@ async def test_a_node_that_is_added_while_the_file_is_written_is_in_it_at_the_en
         await until(begun.is_set, "the first is being written")
         await add(hearth.client, "http://127.0.0.1:2", models=["m"])
 
+    await until(lambda: len(written) == 2, "both writes have ended")
     assert kept(path) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
