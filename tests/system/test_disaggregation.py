@@ -17,7 +17,7 @@ import pytest
 from tests.fakes import Behaviour, FakeCloud, FakeLMDeploy, FakeOpenAI, FakeSGLang, FakeVLLM, Ids, On, Role
 from tests.system.harness import Gateway, gateway, until
 from tests.system.reading import Answer, read
-from tests.system.registration import DELETED, added
+from tests.system.registration import DELETED, added, in_state
 
 AnyNode = TypeVar("AnyNode", bound=FakeOpenAI)
 MAKES: Mapping[str, Callable[..., Any]] = {"lmdeploy": FakeLMDeploy, "vllm": FakeVLLM, "sglang": FakeSGLang}
