@@ -66,11 +66,16 @@ class Links:
                     return None
                 answer = b""  # it has no such page, and need not be asked again
             self._ports = {kept: port for kept, port in self._ports.items() if kept[0] is not node}
-            self._ports[key] = _bootstrap_port(answer)
+            port = _bootstrap_port(answer)
+            if node in self._gone:
+                return port
+            self._ports[key] = port
         return self._ports[key]
 
     async def ensure(self, prefill: Node, decode: Node) -> Link:
         """Returns once the two are linked. Raises `NodeFailure`. One handshake serves all who wait for it."""
+        if prefill in self._gone or decode in self._gone:
+            raise _left()
         key = _key(prefill, decode)
         link = self._links.get(key)
         if link is None:
@@ -79,7 +84,7 @@ class Links:
             link.add_done_callback(lambda done: self._built(key, done))
         await asyncio.wait((link,))
         if link.cancelled():
-            raise NodeFailure(Failure.CONNECT, "one of the two nodes left while they were linked", counts=False)
+            raise _left()
         link.result()
         return link
 
@@ -233,6 +238,10 @@ class Links:
         self._chores.add(chore)
         chore.add_done_callback(self._chores.discard)
         return chore
+
+
+def _left() -> NodeFailure:
+    return NodeFailure(Failure.CONNECT, "one of the two nodes left before they were linked", counts=False)
 
 
 def _key(prefill: Node, decode: Node) -> Key:
