@@ -371,6 +371,31 @@ async def test_decode_nodes_are_not_blamed_for_a_prefill_node_that_forgets(kind:
         assert (await nodes.hearth.nodes())["d0"]["breaker"]["state"] == "closed"
 
 
+@ONE_BY_ONE
+@STREAM_AND_DOCUMENT
+async def test_decode_nodes_serve_alone_where_there_is_no_prefill_node(kind: str, stream: bool) -> None:
+    async with farm(kind, prefill=0) as nodes:
+        answer = await nodes.chat(stream)
+
+        assert answer.whole
+        assert answer.text == TEXT
+        assert not PRIVATE.keys() & bodies(nodes.decode[0])[0].keys()
+
+
+@EVERY_KIND
+@STREAM_AND_DOCUMENT
+async def test_prefill_nodes_never_serve_alone(kind: str, stream: bool) -> None:
+    async with farm(kind, decode=0, hybrid=1) as nodes:
+        answer = await nodes.chat(stream)
+        nodes.hybrid[0].behave(Behaviour.STATUS_500)
+        failed = await nodes.chat(stream)
+
+        assert answer.whole
+        assert answer.headers["x-hearth-node"] == "h0"
+        assert failed.status == 502
+        assert not nodes.prefill[0].inferences
+
+
 # -- LMDeploy: links
 
 
@@ -720,6 +745,22 @@ async def test_a_cache_that_could_not_be_freed_is_freed_by_gc() -> None:
         assert freeing == nothing == {"SUCCESS": True, "left": 0}
         assert len(prefill.engine.freed) == 1
         await nodes.nothing_left()
+
+
+async def test_a_prefill_answer_without_blocks_is_freed_and_never_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with farm("lmdeploy", prefill=2, lb_strategy="round_robin") as nodes:
+        broken = nodes.prefill[0]
+        monkeypatch.setattr(broken.engine, "_cache_members", lambda request, body, session: {"id": str(session.id)})
+
+        answers = [await nodes.chat() for _ in range(2)]
+
+        assert all(answer.whole for answer in answers)
+        assert broken.inferences
+        assert {body["migration_request"]["remote_engine_id"] for body in bodies(nodes.decode[0])} == {
+            nodes.prefill[1].url
+        }
+        await nodes.nothing_left()
+        assert broken.engine.freed
 
 
 async def test_an_answer_of_one_token_needs_one_node() -> None:
