@@ -8,7 +8,6 @@ came before is returned first: `ended` is set, and the next `feed` or `finish` r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -87,7 +86,7 @@ class EventStream:
             and data.rfind(self._usage_mark) < 0
             and not (self._watched and self._has_watched(data))
         ):
-            return data if self._renaming is None else data.replace(*self._renaming)
+            return self._renamed(data)
         return self._feed(data)
 
     def finish(self) -> bytes:
@@ -115,10 +114,15 @@ class EventStream:
             return b""
         events: list[bytes] = []
         try:
-            for event in _split(self._completed(data)):
-                events.append(self._event(event))
-                if self.ended:
-                    break
+            whole, start = self._completed(data), 0
+            while start < len(whole) and not self.ended:
+                end = self._plain_until(whole, start)
+                if end > start:
+                    events.append(self._renamed(whole[start:end]))
+                else:
+                    end = _end_of_event(whole, start)
+                    events.append(self._event(whole[start:end]))
+                start = end
             self._check_held()
         except (NodeFailure, RequestRefused) as failure:
             self._failure = failure
@@ -179,7 +183,7 @@ class EventStream:
 
     def _event(self, event: bytes) -> bytes:
         if self.begun and not self._suspicious(event):
-            return event if self._renaming is None else event.replace(*self._renaming)
+            return self._renamed(event)
         payload = _payload(event)
         if not payload:
             return self._without_data(event)
@@ -192,6 +196,20 @@ class EventStream:
                 raise
         self.dropped += 1
         return b""
+
+    def _plain_until(self, events: bytes, start: int) -> int:
+        """Where the events end that need no look, from `start` on; `start` when the first one needs it."""
+        if not self.begun:
+            return start
+        end = len(events)
+        for mark in (b'"error"', self._finish_mark, self._usage_mark, b"[DONE]", *self._watched):
+            found = events.find(mark, start, end)
+            if found >= 0:
+                end = found
+        return end if end == len(events) else _end_of_events(events, start, end) or start
+
+    def _renamed(self, events: bytes) -> bytes:
+        return events if self._renaming is None else events.replace(*self._renaming)
 
     def _suspicious(self, event: bytes) -> bool:
         """The same as in `feed`, so that an event fares alike alone and among others."""
@@ -312,26 +330,21 @@ def _expected_choices(request: Request) -> int:
     return count * each if type(each) is int and each > 1 else count
 
 
-def _end_of_events(data: bytes | bytearray, start: int) -> int:
-    """Where the last complete event ends; 0 when none does. A blank line at or after `start` ends an event."""
-    short, long = data.rfind(b"\n\n", start), data.rfind(b"\n\r\n", start)
+def _end_of_events(data: bytes | bytearray, start: int, end: int | None = None) -> int:
+    """Where the last complete event ends; 0 when none does. A blank line between `start` and `end` ends an event."""
+    short, long = data.rfind(b"\n\n", start, end), data.rfind(b"\n\r\n", start, end)
     return max(short + 2 if short >= 0 else 0, long + 3 if long >= 0 else 0)
 
 
-def _split(events: bytes) -> Iterator[bytes]:
-    """The events one by one, and superfluous line breaks on their own."""
-    start = 0
-    for blank in _BLANK_LINE.finditer(events):
-        event = events[start : blank.end()]
-        start = blank.end()
-        if event[:1] in b"\r\n":
-            bare = event.lstrip(b"\r\n")
-            yield event[: len(event) - len(bare)]
-            event = bare
-        if event:
-            yield event
-    if start < len(events):
-        yield events[start:]
+def _end_of_event(events: bytes, start: int) -> int:
+    """Where the event that begins at `start` ends, or the superfluous line breaks that stand there."""
+    bare = start
+    while events[bare : bare + 1] in (b"\n", b"\r"):
+        bare += 1
+    if bare > start:
+        return bare
+    blank = _BLANK_LINE.search(events, start)
+    return blank.end() if blank else len(events)
 
 
 def _payload(event: bytes) -> bytes | None:
