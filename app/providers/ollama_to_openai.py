@@ -8,7 +8,7 @@ raises.
 from __future__ import annotations
 
 import json
-import secrets
+import random
 import sys
 import time
 from array import array
@@ -191,7 +191,7 @@ class _ToolCalls:
 
     def _new_id(self, given: Any) -> str:
         usable = isinstance(given, str) and given and given not in self._ids
-        new = given if usable else f"call_{secrets.token_hex(12)}"
+        new = given if usable else f"call_{random.getrandbits(96):024x}"
         self._ids.add(new)
         return new
 
@@ -384,7 +384,7 @@ def _alternatives(entry: Fields) -> Fields:
 def _header(call: Call, dialect: _Dialect, kind: str, fields: Fields) -> Fields:
     """What a document and every event of a stream begin with."""
     return {
-        "id": dialect.id_prefix + secrets.token_hex(12),
+        "id": dialect.id_prefix + f"{random.getrandbits(96):024x}",
         "object": kind,
         "created": _created(fields),
         "model": call.request.model,  # the name that the client asked for

@@ -196,7 +196,7 @@ def _options(call: Call, sampling: dict[str, Any]) -> dict[str, Any]:
 def _sampling(fields: Fields) -> dict[str, Any]:
     sampling = {}
     for field, option, type_ in _OPTIONS:
-        value = _field(fields, field, type_)
+        value = _field(fields, field, type_) if field in fields else None
         if value is not None:
             sampling[option] = value
     stop = _stop(fields)
