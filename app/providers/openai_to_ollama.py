@@ -375,12 +375,28 @@ def _choice_name(choice: Any) -> str | None:
 # -- messages
 
 
+_COMMON_ROLES = ("user", "assistant", "system")
+
+
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _must_be("messages", "a list with at least one message")
     names: dict[str, str] = {}  # of the functions called so far, by the call's id
-    return [_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+    return [
+        message if _is_plain(message) else _message(message, f"messages[{index}]", names)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether it is a native message already, as most are: a text from one of the roles that both sides know."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("content")) is str
+        and message.get("role") in _COMMON_ROLES
+    )
 
 
 def _message(message: Any, param: str, names: dict[str, str]) -> dict[str, Any]:
