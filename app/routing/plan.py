@@ -59,7 +59,10 @@ class Plan:
                     yield [Candidate(node, name)]
 
     def local(self) -> list[Candidate]:
-        return self.open(self._local())
+        if self.route.local is None:
+            return []
+        serving = self._registry.serving(self.route.local)
+        return [each for each in serving if each.node.spec.role is Role.HYBRID and self._open(each.node)]
 
     def open(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Those that may still be asked."""

@@ -12,10 +12,16 @@ from app.routing.registry import Candidate
 from tests.unit.nodes import candidate, node
 
 
-async def _waits(admission: Admission, *candidates: Candidate, seconds: float = 5) -> asyncio.Task[Slot]:
+async def _waits(admission: Admission, *candidates: Candidate, seconds: float = 5) -> asyncio.Task[Slot | None]:
     task = asyncio.create_task(admission.wait(lambda: candidates, seconds))
     await asyncio.sleep(0)
     return task
+
+
+async def _got(waiter: asyncio.Task[Slot | None]) -> Slot:
+    slot = await asyncio.wait_for(waiter, 1)
+    assert slot is not None
+    return slot
 
 
 def test_a_node_without_a_limit_is_never_full() -> None:
@@ -54,12 +60,12 @@ async def test_those_who_wait_are_served_in_the_order_in_which_they_came() -> No
 
     assert slot is not None
     slot.release()
-    got = await first
+    got = await _got(first)
 
     assert not second.done()
     assert one.node.in_flight == 1
     got.release()
-    assert (await second).candidate is one
+    assert (await _got(second)).candidate is one
 
 
 async def test_a_slot_that_falls_free_is_not_taken_by_one_who_came_later() -> None:
@@ -98,7 +104,7 @@ async def test_one_who_gives_up_in_the_moment_of_the_handover_passes_the_slot_on
     quitter.cancel()
     await asyncio.gather(quitter, return_exceptions=True)
 
-    assert (await asyncio.wait_for(next_one, 1)).candidate is one
+    assert (await _got(next_one)).candidate is one
     assert one.node.in_flight == 1
 
 
@@ -132,4 +138,4 @@ async def test_a_node_that_comes_back_serves_those_who_wait_for_another() -> Non
     able.append(back)
     admission.changed()
 
-    assert (await asyncio.wait_for(waiter, 1)).candidate is back
+    assert (await _got(waiter)).candidate is back
