@@ -34,25 +34,18 @@ class PortTaken(Exception):
 class BoundedHttp(HttpToolsProtocol):
     """Refuses a request whose head does not end in time: the parser would collect it in memory without a bound."""
 
-    _head_bytes = 0
-    _in_head = True
+    _head_bytes = 0  # of a head that has begun and not ended
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
+        if (self.cycle is None or self.cycle.response_complete) and b"\r\n\r\n" not in data:
             self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX and b"\r\n\r\n" not in data:
+            if self._head_bytes > HEAD_BYTES_MAX:
                 self.transport.write(_TOO_LONG)
                 self.transport.close()
                 return
+        else:
+            self._head_bytes = 0
         super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        self._head_bytes, self._in_head = 0, True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
 
 
 class Server(uvicorn.Server):

@@ -130,8 +130,10 @@ DURATION = _Type((int, float, str), 'a number of seconds or a duration such as "
 def _field(fields: Fields, key: str, type_: _Type, within: str = "") -> Any:
     """One optional field. Null is the same as absent; another type than the wanted one is refused."""
     value = fields.get(key)
+    if value is None:
+        return None
     # Not isinstance: JSON's true is no number.
-    if value is None or type(value) in type_.classes:
+    if type(value) in type_.classes:
         return value
     raise _must_be(within + key, type_.title)
 
@@ -185,7 +187,10 @@ _LOAD_OPTIONS = frozenset(
 
 def _options(call: Call, sampling: dict[str, Any]) -> dict[str, Any]:
     """The client's own `options`, then its sampling fields, then the operator's context size."""
-    given = _field(call.request.fields, "options", OBJECT) or {}
+    given = _field(call.request.fields, "options", OBJECT)
+    if not given and call.num_ctx is None:
+        return sampling
+    given = given or {}
     options = {key: value for key, value in given.items() if value is not None and key not in _LOAD_OPTIONS}
     options.update(sampling)
     if call.num_ctx is not None:
