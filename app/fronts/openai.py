@@ -6,6 +6,7 @@ import asyncio
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from http import HTTPStatus
 
 from app.domain import Operation, Outcome, Request, tier_name
@@ -66,7 +67,7 @@ class Inference:
             with ClientWatch(receive) as watch:
                 reply = await self._dispatcher.dispatch(request, exchange.trail)
                 try:
-                    await _in_time(exchange, reply, watch)
+                    await (exchange.relay(reply, watch) if reply.over else _in_time(exchange, reply, watch))
                 finally:
                     reply.close()
         except HearthError as error:
@@ -180,9 +181,6 @@ class _Exchange:
 
 async def _in_time(exchange: _Exchange, reply: Reply, watch: ClientWatch) -> None:
     """Relays the answer. A client that does not read on must not hold the node for longer than a request may take."""
-    if reply.over:
-        await exchange.relay(reply, watch)
-        return
     with suppress(TimeoutError):
         async with asyncio.timeout_at(reply.deadline + _PARTING_SECONDS):
             await exchange.relay(reply, watch)
@@ -220,6 +218,7 @@ def _check_media_type(headers: dict[bytes, bytes]) -> None:
         raise UnsupportedMediaType("send the body without a content encoding")
 
 
+@lru_cache(maxsize=1024)
 def _header(value: str) -> bytes:
     """A header value from a configured or listed name, which may hold anything."""
     printable = value if value.isprintable() else "".join(filter(str.isprintable, value))
