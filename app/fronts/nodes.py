@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import orjson
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
@@ -22,6 +21,7 @@ from app.domain import NodeSpec, Role
 from app.errors import Forbidden, HearthError, InvalidRequest, NodeFailure, NotFound
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
+from app.fronts.openai_wire import decode
 from app.fronts.openapi import errors
 from app.networks import Network, admitted
 from app.routing.links import Links
@@ -229,15 +229,7 @@ async def _body(request: Request) -> dict[str, Any]:
         data += part
         if len(data) > _BODY_BYTES:
             raise InvalidRequest("the body is too long for a node")
-    if not data.strip():
-        return {}
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    return body
+    return decode(data) if data.strip() else {}
 
 
 async def _url(request: Request) -> str:
