@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
@@ -110,7 +111,7 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         asking=asking,
         retry=Retry(settings.max_attempts),
         request_seconds=settings.request_timeout,
-        pairs=Pairs(choice, asking, links) if settings.serving_strategy == "DistServe" else None,
+        pairs=Pairs(choice, asking, links, _leaks(metrics, log)) if settings.serving_strategy == "DistServe" else None,
         suspect=prober.suspect,
     )
     doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
@@ -199,6 +200,21 @@ def _node(spec: NodeSpec, settings: Settings, log: Logger) -> Node:
 
     breaker = Breaker(settings.breaker_fail_max, settings.breaker_reset_timeout, on_change=changed)
     return Node(spec, breaker, KINDS[spec.kind] if spec.kind else None)
+
+
+def _leaks(metrics: Metrics, log: Logger) -> Callable[[Node], None]:
+    """Counts every leak, and says once for each node what it means."""
+    told: WeakSet[Node] = WeakSet()
+
+    def leaked(node: Node) -> None:
+        metrics.leak(node)
+        if node not in told:
+            told.add(node)
+            log.warning(
+                "this engine's version never frees some prefill sessions; restart it or update it", node=node.name
+            )
+
+    return leaked
 
 
 def _migration(settings: Settings) -> Migration:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,7 +42,11 @@ class Pair(NamedTuple):
 class Pairs:
     """Chooses pairs, and asks them."""
 
-    def __init__(self, choice: Choice, asking: Asking, links: Links) -> None:
+    def __init__(
+        self, choice: Choice, asking: Asking, links: Links, on_leak: Callable[[Node], None] = lambda node: None
+    ) -> None:
+        """`on_leak` hears of a prefill node that keeps a cache which nobody can tell it to free."""
+        self._on_leak = on_leak
         self._choice = choice
         self._asking = asking
         self._links = links
@@ -183,6 +188,8 @@ class Pairs:
         try:
             response = await self._asking.send(plan, candidate, protocol.prefill(call, node).outgoing)
             handoff = protocol.parse_prefill(call, node, await _whole(response))
+            if handoff.leaks:
+                self._on_leak(candidate.node)
         except NodeFailure as failure:
             if isinstance(failure, PrefillBroken):
                 self._links.later(candidate.node, failure.abandon)

@@ -37,6 +37,11 @@ class Metrics:
         )
         self._attempts = Count("hearth_attempts", "Attempts on nodes.", "node", "outcome", "failure")
         self._fallbacks = Count("hearth_fallbacks", "Requests not served by their first choice, by reason.", "reason")
+        self._leaks = Count(
+            "hearth_leaked_prefill_sessions",
+            "Caches that a prefill node holds for ever, as nobody can name them.",
+            "node",
+        )
         self._tokens = Count("hearth_tokens", "Tokens, as the nodes counted them.", "node", "tier", "direction")
         self._first_token = Spread(
             "hearth_time_to_first_token_seconds",
@@ -50,7 +55,15 @@ class Metrics:
         self._registry = CollectorRegistry()
         for collector in (
             _Nodes(nodes, admission),
-            *(self._requests, self._attempts, self._fallbacks, self._tokens, self._first_token, self._whole),
+            *(
+                self._requests,
+                self._attempts,
+                self._fallbacks,
+                self._leaks,
+                self._tokens,
+                self._first_token,
+                self._whole,
+            ),
         ):
             self._registry.register(collector)
         self._rendered = (0.0, b"")
@@ -59,6 +72,10 @@ class Metrics:
     def attempt(self, node: Node, record: AttemptRecord) -> None:
         """Counts one settled attempt."""
         self._attempts.add((node.name, record.outcome, record.failure or ""))
+
+    def leak(self, node: Node) -> None:
+        """Counts one cache that a prefill node cannot be told to free."""
+        self._leaks.add((node.name,))
 
     def request(self, operation: Operation, trail: Trail, outcome: Outcome) -> None:
         """Counts one finished request."""

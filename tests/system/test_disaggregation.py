@@ -992,3 +992,21 @@ async def test_an_engine_that_restarts_and_one_that_dies_fail_none_of_fifty_requ
         if kind != "vllm":  # whose nodes free by themselves what nobody fetches
             await nodes.nothing_left()
         assert [node.open for node in (*nodes.prefill, *nodes.decode)] == [0, 0, 0, 0]
+
+
+async def test_a_cache_that_nobody_can_free_is_counted_and_told_once() -> None:
+    async with (
+        FakeLMDeploy(["m"], role="prefill", ids=Ids.RANDOM) as prefill,
+        FakeLMDeploy(["m"], role="decode") as decode,
+    ):
+        nodes = [
+            {"url": prefill.url, "kind": "lmdeploy", "name": "p", "role": "prefill"},
+            {"url": decode.url, "kind": "lmdeploy", "name": "d", "role": "decode"},
+        ]
+        async with gateway(local_nodes=json.dumps(nodes), serving_strategy="DistServe") as hearth:
+            for _ in range(2):
+                assert (await hearth.chat()).status_code == 200
+
+            metrics = (await hearth.client.get("/metrics")).text
+            assert 'hearth_leaked_prefill_sessions_total{node="p"} 2.0' in metrics
+            assert len([line for line in hearth.lines.all if "never frees" in line["event"]]) == 1
