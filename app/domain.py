@@ -57,6 +57,50 @@ class NodeState(StrEnum):
     DOWN = "down"
 
 
+class Period(StrEnum):
+    """How long a budget lasts. Periods begin at midnight UTC; weeks on Monday."""
+
+    MONTH = "month"
+    WEEK = "week"
+    DAY = "day"
+
+
+class Budget(NamedTuple):
+    """What may be spent in the cloud in one period. `limit` is in micro-dollars."""
+
+    limit: int
+    period: Period = Period.MONTH
+
+
+class Rate(NamedTuple):
+    """How much may be asked for in a minute; None = any amount."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class Price(NamedTuple):
+    """Micro-dollars per million tokens. `cached_input` is what tokens read from a prefix cache cost; None = `input`."""
+
+    input: int
+    output: int
+    cached_input: int | None = None
+
+
+class Caller(NamedTuple):
+    """Who asks: what the key that was shown may do. `id` is safe for logs and the ledger; "" = no key was needed."""
+
+    id: str = ""
+    name: str = ""
+    routes: tuple[str, ...] = ()  # patterns of the model names that it may ask for; () = all
+    local_only: bool = False
+    budget: Budget | None = None
+    rate: Rate | None = None
+
+
+ANYBODY = Caller()
+
+
 class Role(StrEnum):
     """What part of a generation a node does."""
 
@@ -82,6 +126,13 @@ class NodeSpec:
     role: Role = Role.HYBRID
     tier: int = LOCAL_TIER
     default_model: str | None = None  # cloud only: asked for when a route names no cloud model
+    price: Price | None = None  # the operator's figure; a local node without one costs nothing
+    budget: Budget | None = None  # cloud only
+    rate: Rate | None = None  # cloud only: what the provider allows
+    retries: int = 0  # how often this node is asked again after a failed connection, before the next one is
+    health_check: bool = True  # False = never probed, and taken to be up
+    tls_verify: bool = True
+    ca_file: str | None = None  # certificates to trust for this node, in place of the system's
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +175,7 @@ class Request(NamedTuple):
     include_usage: bool = False  # the client wants the usage chunk of a stream
     local_only: bool = False
     reasoning_content: bool = False  # the client also wants reasoning under that name
+    caller: Caller = ANYBODY
     forwarded: tuple[tuple[str, str], ...] = ()  # client headers that a node may see
 
 

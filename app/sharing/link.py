@@ -1,0 +1,1 @@
+"""The connection to Redis or Valkey. The only module that knows redis-py."""
