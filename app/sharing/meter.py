@@ -52,7 +52,7 @@ class Hold(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a hold was not granted, and when to ask again. `why` is `sharing` while the shared counts are out of reach."""
+    """Why a hold was not granted, and when to ask again. `sharing`: the shared counts are out of reach."""
 
     scope: str
     why: Literal["budget", "requests", "tokens", "sharing"]
