@@ -1,0 +1,36 @@
+"""The commands of `python -m app`. A command's module is imported when the command is used, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+BAD_USAGE = 2  # also of everything else that the user can mend
+
+
+class Main(Protocol):
+    """What a command's module offers under the name `main`: runs with the words after the command."""
+
+    def __call__(self, argv: Sequence[str]) -> int: ...
+
+
+class Command(NamedTuple):
+    """Where a command is, and what `--help` says of it."""
+
+    module: str
+    words: str
+    summary: str
+
+    def run(self, argv: Sequence[str]) -> int:
+        main: Main = import_module(self.module).main
+        return main(argv)
+
+
+COMMANDS = {
+    "serve": Command(
+        "app.commands.serve",
+        "[--SETTING VALUE ...]",
+        "start the gateway; every setting of .env.example is a flag too (--port 9000)",
+    ),
+}

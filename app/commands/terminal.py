@@ -1,0 +1,63 @@
+"""What the commands for people share: a typer group runs here, and what the user can mend becomes one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+from typer.exceptions import TyperException
+
+from app.commands import BAD_USAGE
+from app.errors import HearthError
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+
+class Refused(Exception):
+    """A command cannot do what it was told. `message` is one line that says what to mend."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+def group(help: str) -> typer.Typer:
+    """A command group, without anything that typer would add of its own."""
+    return typer.Typer(
+        help=help,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+
+
+def run(commands: typer.Typer, name: str, argv: Sequence[str]) -> int:
+    """Runs one command of the group and returns the exit status."""
+    command = typer.main.get_command(commands)
+    try:
+        status = command.main(args=list(argv), prog_name=f"python -m app {name}", standalone_mode=False)
+    except TyperException as error:
+        return _refused(f"{error.format_message()} See `python -m app {name} --help`")
+    except (Refused, HearthError) as error:
+        return _refused(error.message)
+    except typer.Abort:
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def settings() -> Settings:
+    """The gateway's settings, from the environment, `.env` and CONFIG_FILE. Raises `Refused`."""
+    from app.settings import SettingsError, load_settings  # most of a command's start
+
+    try:
+        return load_settings()
+    except SettingsError as error:
+        raise Refused(error.message) from error
+
+
+def _refused(message: str) -> int:
+    print("hearth: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_USAGE
