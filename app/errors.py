@@ -119,6 +119,33 @@ class Overloaded(Unavailable):
     code = "overloaded"
 
 
+class RateLimited(HearthError):
+    """The caller's key asked for more than it may in a minute."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class SpendingRefused(HearthError):
+    """The cloud may not be asked, as it could not be paid. Local nodes are never refused for it."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "budget_exceeded"
+
+    def __init__(
+        self, message: str, *, code: str | None = None, status: int = 429, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+
+
 class AllAttemptsFailed(HearthError):
     """Every attempt failed before content. The message lists them; the status is the last cause's."""
 

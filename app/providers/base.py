@@ -20,6 +20,7 @@ class Call(NamedTuple):
     model: str  # the node's own name for it
     num_ctx: int | None = None
     capabilities: frozenset[str] | None = None  # of the model on that node; None = unknown
+    output_limit: int | None = None  # tokens, where the client set no limit
     reasoning_content: bool = False  # also give reasoning under the name `reasoning_content`
 
 

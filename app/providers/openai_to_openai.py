@@ -100,7 +100,7 @@ class Requests:
         """New values of top-level fields. The two tests come first as most requests end there."""
         fields = call.request.fields
         nulls = not self._traits.takes_null and None in fields.values()
-        if not nulls and self._watched.isdisjoint(fields):
+        if not nulls and self._watched.isdisjoint(fields) and call.output_limit is None:
             return {}
         changes = {name: _GONE for name, value in fields.items() if self._unwanted(name, value, fields)}
         changes.update(self._limit(call))
@@ -120,6 +120,8 @@ class Requests:
         """The token limit under the name that the node knows. Of two limits, max_completion_tokens holds."""
         fields = call.request.fields
         name = self._limit_name(call.model)
+        if call.output_limit is not None and not any(fields.get(limit) for limit in _LIMITS):
+            return {**dict.fromkeys(_LIMITS & fields.keys(), _GONE), name or _OLD_LIMIT: call.output_limit}
         if name is None or _LIMITS.isdisjoint(fields) or _LIMITS & fields.keys() == {name}:
             return {}
         given = (fields.get(_NEW_LIMIT), fields.get(_OLD_LIMIT))

@@ -36,6 +36,8 @@ class Asking:
         `outgoing` is sent in place of what the node's kind makes of the request.
         """
         call = self.call(plan, attempt.candidate)
+        if attempt.reservation is not None:
+            call = call._replace(output_limit=attempt.reservation.output_limit)
         kind = attempt.candidate.node.known_kind
         response = await self.send(plan, attempt.candidate, outgoing or kind.translate(call))
         try:
@@ -64,6 +66,8 @@ class Asking:
         while not (answer.begun or over):
             data = await response.read()
             if data:
+                if attempt.reservation is not None:
+                    attempt.reservation.heard(data)
                 held.append(answer.feed(data))
             over = not data or answer.ended
         if over:

@@ -9,6 +9,7 @@ from app.domain import AttemptRecord, Failure, Outcome
 from app.errors import NodeFailure
 from app.routing.admission import Slot
 from app.routing.breaker import Permit
+from app.routing.gate import Reservation
 from app.routing.registry import Node
 from app.routing.trail import Trail
 
@@ -25,7 +26,7 @@ class Observer(Protocol):
 class Attempt:
     """Settle it with one of `succeed`, `fail`, `refuse`, `abandon`: the first counts, the others do nothing."""
 
-    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_trail", "candidate")
+    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_trail", "candidate", "reservation")
 
     def __init__(self, slot: Slot, permit: Permit | None, trail: Trail, observer: Observer) -> None:
         self.candidate = slot.candidate
@@ -35,6 +36,7 @@ class Attempt:
         self._observer = observer
         self._began = time.perf_counter()
         self._settled = False
+        self.reservation: Reservation | None = None  # in the cloud only
 
     @property
     def open(self) -> bool:
@@ -57,7 +59,7 @@ class Attempt:
             wait = min(failure.retry_after_seconds or _BUSY_SECONDS, _BUSY_SECONDS_MAX)
             node = self.candidate.node
             node.penalty_until = max(node.penalty_until, time.monotonic() + wait)
-        self._settle(Outcome.FAILED, failure.failure, failure.summary)
+        self._settle(Outcome.FAILED, failure)
 
     def refuse(self) -> None:
         self._settle(Outcome.REFUSED)
@@ -65,7 +67,7 @@ class Attempt:
     def abandon(self) -> None:
         self._settle(Outcome.ABANDONED)
 
-    def _settle(self, outcome: Outcome, failure: Failure | None = None, message: str = "") -> None:
+    def _settle(self, outcome: Outcome, failure: NodeFailure | None = None) -> None:
         if self._settled:
             return
         self._settled = True
@@ -76,6 +78,9 @@ class Attempt:
         ms = (time.perf_counter() - self._began) * 1000
         if outcome is Outcome.OK:  # a failure is often fast, and must not make its node look so
             node.latencies.append(ms / 1000)
-        record = AttemptRecord(node.name, node.spec.tier, outcome, failure, message, ms)
+        if self.reservation is not None:
+            self.reservation.settle(outcome, failure, self._trail.usage)
+        why, message = (None, "") if failure is None else (failure.failure, failure.summary)
+        record = AttemptRecord(node.name, node.spec.tier, outcome, why, message, ms)
         self._trail.attempts.append(record)
         self._observer.attempt(node, record)

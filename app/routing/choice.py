@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from app.errors import Overloaded
+from app.errors import Overloaded, SpendingRefused
 from app.routing.admission import Admission, Slot
 from app.routing.attempt import Attempt, Observer
 from app.routing.breaker import Permit
+from app.routing.gate import Purse
 from app.routing.plan import Plan
 from app.routing.policies import Policy
 from app.routing.registry import Candidate
@@ -20,11 +21,19 @@ _QUEUE_RETRY_AFTER_SECONDS = 5.0
 class Choice:
     """Chooses for every request alike. `queue_seconds` is the longest that one waits for a free node."""
 
-    def __init__(self, policy: Policy, admission: Admission, observer: Observer, queue_seconds: float) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        admission: Admission,
+        observer: Observer,
+        queue_seconds: float,
+        purse: Purse | None = None,
+    ) -> None:
         self._policy = policy
         self._admission = admission
         self._observer = observer
         self._queue_seconds = queue_seconds
+        self._purse = purse
         self._choices = 0
 
     async def next(self, plan: Plan) -> Attempt:
@@ -41,7 +50,7 @@ class Choice:
         """Tier by tier; waits where a tier is only full, but not for ever when there is another."""
         for candidates in plan.tiers():
             try:
-                attempt = await self.among(plan, candidates)
+                attempt = await self._in_tier(plan, candidates)
             except Overloaded as error:
                 plan.overloaded = error
             else:
@@ -50,6 +59,29 @@ class Choice:
         if plan.overloaded is not None:
             raise plan.overloaded
         return None
+
+    async def _in_tier(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
+        if self._purse is None or not candidates or not candidates[0].node.cloud:
+            return await self.among(plan, candidates)
+        try:
+            return await self._paid(plan, candidates[0], self._purse)
+        except SpendingRefused as refusal:
+            plan.unpaid = refusal
+            plan.choose(candidates[0])
+            return None
+
+    async def _paid(self, plan: Plan, candidate: Candidate, purse: Purse) -> Attempt | None:
+        """An attempt on a cloud target, with what it may cost reserved. Raises `SpendingRefused`."""
+        reservation = await purse.reserve(plan.request, plan.route, candidate, plan.trail)
+        attempt = None
+        try:
+            attempt = await self.among(plan, plan.open([candidate]))
+        finally:
+            if attempt is None:
+                reservation.release()
+        if attempt is not None:
+            attempt.reservation = reservation
+        return attempt
 
     async def among(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
         """An attempt on one of these, after a wait if they are only full; None when none of them can be asked."""

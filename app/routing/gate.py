@@ -1,15 +1,49 @@
-"""May this request leave for the cloud? Every path to a tier above 0 passes here, and nowhere else is it decided."""
+"""May this request leave for the cloud, and can it be paid? Every path to a tier above 0 passes here, and nowhere else
+is it decided."""
 
 from __future__ import annotations
 
-from app.domain import Request
+from typing import Protocol
+
+from app.domain import Outcome, Request, Usage
+from app.errors import NodeFailure
+from app.routing.registry import Candidate
 from app.routing.routes import Route
+from app.routing.trail import Trail
+
+
+class Reservation(Protocol):
+    """What one attempt in the cloud may cost, kept for it. Settle it once; of several settlements the first counts."""
+
+    output_limit: int | None  # the longest answer that it pays for, in tokens, where the client set no limit
+
+    def heard(self, data: bytes) -> None:
+        """Takes the node's bytes, to guess what an answer cost that was not read to its end."""
+        ...
+
+    def settle(self, outcome: Outcome, failure: NodeFailure | None, usage: Usage | None) -> None:
+        """Replaces it by what the attempt came to."""
+        ...
+
+    def release(self) -> None:
+        """Gives it back whole: nothing was sent."""
+        ...
+
+
+class Purse(Protocol):
+    """Who pays for the cloud."""
+
+    async def reserve(self, request: Request, route: Route, candidate: Candidate, trail: Trail) -> Reservation:
+        """Keeps what an attempt on the candidate may cost. Raises `SpendingRefused`; nothing may be sent then."""
+        ...
 
 
 def cloud_refusal(request: Request, route: Route) -> str | None:
     """Why this request must stay local, or None when it may go to the cloud. In doubt it stays."""
     if request.local_only:
         return "the request is local only"
+    if request.caller.local_only:
+        return "the API key is local only"
     if route.local_only:
         return f"the route {route.name} is local only"
     if not route.cloud_allowed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from app.domain import Failure, NodeState, Request, Role
-from app.errors import NodeFailure, Overloaded
+from app.errors import NodeFailure, Overloaded, SpendingRefused
 from app.routing.gate import cloud_refusal
 from app.routing.registry import Candidate, Node, Registry
 from app.routing.routes import Route
@@ -40,6 +40,7 @@ class Plan:
         self.trail = trail
         self.deadline = deadline
         self.failures: list[tuple[Candidate, NodeFailure]] = []
+        self.unpaid: SpendingRefused | None = None  # why the last cloud target that was left could not be paid
         self.overloaded: Overloaded | None = None  # local nodes stayed full for as long as a request may wait
         self.committed = False
         self.cloud_refusal = cloud_refusal(request, route)

@@ -18,7 +18,18 @@ class Reply:
     It is `complete` once the node has said all. `deadline` is the whole request's, on the loop's clock.
     """
 
-    __slots__ = ("_answer", "_attempt", "_owned", "_response", "_trail", "complete", "deadline", "first", "over")
+    __slots__ = (
+        "_answer",
+        "_attempt",
+        "_owned",
+        "_reservation",
+        "_response",
+        "_trail",
+        "complete",
+        "deadline",
+        "first",
+        "over",
+    )
 
     def __init__(
         self,
@@ -32,6 +43,7 @@ class Reply:
         deadline: float,
     ) -> None:
         self._attempt = attempt
+        self._reservation = attempt.reservation
         self._owned: asyncio.Task[None] | None = None
         self._response = response
         self._answer = answer
@@ -58,6 +70,7 @@ class Reply:
                 if out:
                     return out
         except NodeFailure as failure:
+            self._trail.usage = self._answer.usage
             self._attempt.fail(failure)
             raise
         if not self.over:
@@ -67,11 +80,14 @@ class Reply:
 
     async def _read(self) -> bytes:
         try:
-            return await self._response.read()
+            data = await self._response.read()
         except NodeFailure as failure:
             if failure.failure is not Failure.CUT:
                 raise
             return b""  # whether anything is missing the answer itself knows best
+        if self._reservation is not None:
+            self._reservation.heard(data)
+        return data
 
     def _last(self, out: bytes) -> bytes:
         """Ends the answer. What came before a break is the client's all the same; the next call tells of the break."""
@@ -102,4 +118,6 @@ class Reply:
         try:
             self._response.close()
         finally:
-            self._attempt.abandon()
+            if self._attempt.open:
+                self._trail.usage = self._answer.usage  # some nodes count as they go
+                self._attempt.abandon()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.domain import Budget
+
+from app.domain import Budget
+
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
@@ -15,3 +19,5 @@ class RouteSpec:
     local_only: bool = False
     num_ctx: int | None = None
     cloud_off: bool = False  # the operator wrote `"cloud": false`
+    budget: Budget | None = None
+    budget: Budget | None = None  # for its cloud requests

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from app.domain import Budget
 from app.errors import ModelNotFound
 from app.routing.names import close_names, matches
 from app.routing.registry import Registry
@@ -23,6 +24,7 @@ class Route:
     cloud_allowed: bool = True
     local_only: bool = False
     num_ctx: int | None = None
+    budget: Budget | None = None  # for its cloud requests
 
 
 class Routes:
@@ -89,6 +91,7 @@ def _from_spec(spec: RouteSpec, asked: str) -> Route:
         cloud_allowed=not spec.cloud_off,
         local_only=spec.local_only,
         num_ctx=spec.num_ctx,
+        budget=spec.budget,
     )
 
 

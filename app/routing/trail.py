@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, field
 
@@ -22,10 +23,20 @@ class Trail:
     candidates: int = 0  # how many could serve when it was chosen
     queued_seconds: float = 0.0
     first_content: float | None = None
+    cost: int = 0  # micro-dollars, of all attempts
     attempts: list[AttemptRecord] = field(default_factory=list)
     tried: int = 0
     usage: Usage | None = None
     finish_reason: str | None = None
+
+    _row: str = ""
+
+    @property
+    def row(self) -> str:
+        """The request's id in the ledger. Hearth's own, as clients may use theirs twice."""
+        if not self._row:
+            self._row = f"{random.getrandbits(96):024x}"
+        return self._row
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.domain import Failure
-from app.errors import AllAttemptsFailed, Forbidden, HearthError, NodeFailure, Unavailable
+from app.errors import AllAttemptsFailed, Forbidden, HearthError, NodeFailure, SpendingRefused, Unavailable
 from app.routing.plan import Plan
 from app.routing.registry import Node
 
@@ -15,6 +15,8 @@ _TIMEOUTS = (Failure.CONNECT_TIMEOUT, Failure.FIRST_TOKEN_TIMEOUT, Failure.IDLE_
 
 def nobody_left(plan: Plan) -> HearthError:
     """The error that ends a request: it names every node that was tried or could not be, and why."""
+    if plan.unpaid is not None:
+        return _unpaid(plan, plan.unpaid)
     if plan.failures:
         return _all_failed(plan)
     if plan.route.local is None and plan.cloud_refusal is not None:
@@ -22,13 +24,33 @@ def nobody_left(plan: Plan) -> HearthError:
     return _none_available(plan)
 
 
+def _unpaid(plan: Plan, unpaid: SpendingRefused) -> SpendingRefused:
+    """Only the cloud was left, and could not be paid. What local nodes said comes along."""
+    if plan.route.local is None:
+        return unpaid
+    error = SpendingRefused(
+        f"{unpaid.message}; and {_local_note(plan)}",
+        code=unpaid.code,
+        status=unpaid.status,
+        retry_after_seconds=min(unpaid.retry_after_seconds or _RETRY_AFTER_SECONDS, _local_retry_after(plan)),
+    )
+    error.logged = f"{unpaid.logged}; and no local node served it"
+    return error
+
+
+def _local_note(plan: Plan) -> str:
+    if plan.failures:
+        return f"every node that was tried failed ({_tried(plan, lambda failure: failure.message)})"
+    return f"no local node can serve this model now ({_local_state(plan)})"
+
+
 def _all_failed(plan: Plan) -> AllAttemptsFailed:
     last = plan.failures[-1][1]
     busy = [failure for _, failure in plan.failures if failure.failure is Failure.BUSY]
     retry_after = max((failure.retry_after_seconds or _RETRY_AFTER_SECONDS for failure in busy), default=None)
     return AllAttemptsFailed(
-        _tried(plan, lambda failure: failure.message),
-        logged=_tried(plan, lambda failure: failure.summary),
+        _every_failed(plan, lambda failure: failure.message),
+        logged=_every_failed(plan, lambda failure: failure.summary),
         status=_status(last),
         code=last.failure.value,
         retry_after_seconds=retry_after,
@@ -46,9 +68,12 @@ def _status(failure: NodeFailure) -> int:
     return 502
 
 
+def _every_failed(plan: Plan, words: Callable[[NodeFailure], str]) -> str:
+    return f"every node that was tried failed ({_tried(plan, words)}){_cloud_note(plan)}"
+
+
 def _tried(plan: Plan, words: Callable[[NodeFailure], str]) -> str:
-    tried = (f"{candidate.node.name}: {_said(failure, words(failure))}" for candidate, failure in plan.failures)
-    return f"every node that was tried failed ({'; '.join(tried)}){_cloud_note(plan)}"
+    return "; ".join(f"{candidate.node.name}: {_said(failure, words(failure))}" for candidate, failure in plan.failures)
 
 
 def _said(failure: NodeFailure, words: str) -> str:
@@ -56,16 +81,22 @@ def _said(failure: NodeFailure, words: str) -> str:
 
 
 def _none_available(plan: Plan) -> Unavailable:
+    return Unavailable(
+        f"no node can serve this model now ({_local_state(plan)}){_cloud_note(plan)}",
+        retry_after_seconds=_local_retry_after(plan),
+    )
+
+
+def _local_state(plan: Plan) -> str:
     nodes = plan.local_nodes()
     if not nodes:
-        why = "no local node is configured; set LOCAL_NODES"
-    else:
-        why = "; ".join(f"{node.name}: {_why_not(node)}" for node in nodes)
-    waits = [wait for node in nodes if (wait := node.breaker.retry_after_seconds())]
-    return Unavailable(
-        f"no node can serve this model now ({why}){_cloud_note(plan)}",
-        retry_after_seconds=min(waits, default=_RETRY_AFTER_SECONDS),
-    )
+        return "no local node is configured; set LOCAL_NODES"
+    return "; ".join(f"{node.name}: {_why_not(node)}" for node in nodes)
+
+
+def _local_retry_after(plan: Plan) -> float:
+    waits = [wait for node in plan.local_nodes() if (wait := node.breaker.retry_after_seconds())]
+    return min(waits, default=_RETRY_AFTER_SECONDS)
 
 
 def _why_not(node: Node) -> str:
