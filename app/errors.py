@@ -146,6 +146,14 @@ class SpendingRefused(HearthError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class LedgerUnavailable(HearthError):
+    """The ledger's database cannot be opened, read or written. The message shows no password."""
+
+    status = 503
+    type = "server_error"
+    code = "ledger_unavailable"
+
+
 class AllAttemptsFailed(HearthError):
     """Every attempt failed before content. The message lists them; the status is the last cause's."""
 
