@@ -12,14 +12,16 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.domain import LOCAL_TIER, NodeSpec, Role
+from app.domain import LOCAL_TIER, Budget, NodeSpec, Period, Price, Rate, Role
 from app.routing.route_spec import RouteSpec
 from app.setting_values import (
     choice,
     did_you_mean,
     entries,
+    file,
     flag,
     from_json,
+    micro_dollars,
     numbered,
     positive,
     secret,
@@ -49,6 +51,12 @@ class CloudProvider:
     api_key_env: str | None = None
     model: str | None = None
     models: tuple[str, ...] = ()
+    price: Price | None = None
+    budget: Budget | None = None
+    rate: Rate | None = None
+    health_check: bool = True
+    tls_verify: bool = True
+    ca_file: str | None = None
 
 
 def local_nodes(value: object) -> tuple[NodeSpec, ...]:
@@ -68,6 +76,15 @@ def model_map(value: object) -> tuple[RouteSpec, ...]:
     if not isinstance(value, Mapping):
         raise ValueError('is not an object such as {"gpt-4o": "llama3.2"}')
     return tuple(_route(pattern, target) for pattern, target in value.items())
+
+
+def prices(value: object) -> tuple[tuple[str, Price], ...]:
+    """Reads CLOUD_PRICES: patterns of model names with their price; the order is kept, as the first match decides."""
+    if isinstance(value, str):
+        value = from_json(value)
+    if not isinstance(value, Mapping):
+        raise ValueError('is not an object such as {"gpt-5*": {"input": 1.25, "output": 10}}')
+    return tuple(_priced(pattern, price) for pattern, price in value.items())
 
 
 def cloud_nodes(
@@ -105,6 +122,12 @@ def _cloud_spec(provider: CloudProvider, key: str) -> NodeSpec:
         models=provider.models,
         api_key=key,
         default_model=provider.model,
+        price=provider.price,
+        budget=provider.budget,
+        rate=provider.rate,
+        health_check=provider.health_check,
+        tls_verify=provider.tls_verify,
+        ca_file=provider.ca_file,
     )
 
 
@@ -168,8 +191,51 @@ def _model_name(value: object) -> str:
     return name
 
 
+def _price(value: object) -> Price:
+    """Dollars per million tokens: an object, or one number for every token."""
+    if not isinstance(value, Mapping):
+        return Price(micro_dollars(value), micro_dollars(value))
+    values = _read(value, _PRICE_READERS)
+    for key in ("input", "output"):
+        if key not in values:
+            raise ValueError(f"has no {key}, in dollars per million tokens")
+    price = Price(**values)
+    if price.cached_input is not None and price.cached_input > price.input:
+        raise ValueError("cached_input is more than input")
+    return price
+
+
+def _priced(pattern: object, price: object) -> tuple[str, Price]:
+    try:
+        return text(pattern), _price(price)
+    except ValueError as error:
+        raise ValueError(f"{shown(pattern)}: {error}") from None
+
+
+def _period(value: object) -> Period:
+    return Period(choice(value, [period.value for period in Period]))
+
+
+def _ca_file(value: object) -> str:
+    return str(file(value))
+
+
 _at_least_one = partial(whole, at_least=1, hint="leave it out for none")
 
+_PRICE_READERS: Readers = {
+    "input": micro_dollars,
+    "output": micro_dollars,
+    "cached_input": micro_dollars,
+}
+_CONNECTION_READERS: Readers = {
+    "health_check": flag,
+    "tls_verify": flag,
+    "ca_file": _ca_file,
+}
+_BUDGET_READERS: Readers = {
+    "budget_usd": micro_dollars,
+    "budget_period": _period,
+}
 _NODE_READERS: Readers = {
     "url": web_url,
     "kind": _kind,
@@ -182,6 +248,9 @@ _NODE_READERS: Readers = {
     "vram_gb": positive,
     "num_ctx": _at_least_one,
     "role": _role,
+    "price": _price,
+    "retries": partial(whole, at_least=0),
+    **_CONNECTION_READERS,
 }
 _PROVIDER_READERS: Readers = {
     "name": _node_name,
@@ -190,12 +259,18 @@ _PROVIDER_READERS: Readers = {
     "api_key_env": text,
     "model": _model_name,
     "models": texts,
+    "price": _price,
+    **_BUDGET_READERS,
+    "requests_per_minute": _at_least_one,
+    "tokens_per_minute": _at_least_one,
+    **_CONNECTION_READERS,
 }
 _ROUTE_READERS: Readers = {
     "local": _model_name,
     "cloud": _cloud_name,
     "local_only": flag,
     "num_ctx": _at_least_one,
+    **_BUDGET_READERS,
 }
 
 
@@ -223,6 +298,7 @@ def local_node(entry: object) -> NodeSpec:
     values = _read(entry, _NODE_READERS)
     if "url" not in values:
         raise ValueError("has no url")
+    _check_trust(values)
     return NodeSpec(**values)
 
 
@@ -234,7 +310,22 @@ def _cloud_provider(entry: object) -> CloudProvider:
         raise ValueError("has no endpoint")
     if "api_key" in values and "api_key_env" in values:
         raise ValueError("has both api_key and api_key_env; give one")
-    return CloudProvider(**values)
+    _check_trust(values)
+    rate = Rate(values.pop("requests_per_minute", None), values.pop("tokens_per_minute", None))
+    return CloudProvider(**_with_budget(values), rate=rate if any(rate) else None)
+
+
+def _check_trust(values: Mapping[str, Any]) -> None:
+    if "ca_file" in values and not values.get("tls_verify", True):
+        raise ValueError("ca_file is not read while tls_verify is false; remove one of them")
+
+
+def _with_budget(values: dict[str, Any]) -> dict[str, Any]:
+    """With `budget` for what was written of it."""
+    limit, period = values.pop("budget_usd", None), values.pop("budget_period", None)
+    if limit is None and period is not None:
+        raise ValueError("has a budget_period and no budget_usd")
+    return values if limit is None else {**values, "budget": Budget(limit, period or Period.MONTH)}
 
 
 def _route(pattern: object, target: object) -> RouteSpec:
@@ -250,7 +341,7 @@ def _route(pattern: object, target: object) -> RouteSpec:
 
 
 def _detailed_route(name: str, target: Mapping[Any, Any]) -> RouteSpec:
-    values = _read(target, _ROUTE_READERS)
+    values = _with_budget(_read(target, _ROUTE_READERS))
     cloud_off = "cloud" in target and values.get("cloud") is None
     route = RouteSpec(name, **values, cloud_off=cloud_off)
     if route.local_only and route.cloud is not None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import ROUND_UP, Decimal
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 T = TypeVar("T")
 
 _SHOWN_CHARACTERS = 60
+_DOLLARS_MAX = 1_000_000_000  # their micro-dollars fit into 64 bits, and many of them do
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s|m|min|h)?", re.IGNORECASE)
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _TRUE = ("true", "1", "yes", "on")
@@ -80,6 +84,33 @@ def whole(value: object, *, at_least: int, at_most: int | None = None, hint: str
     if not parsed.is_integer() or (at_most is not None and parsed > at_most):
         raise ValueError(f"{shown(value)} is not a whole number {limits}" + (f"; {hint}" if hint else ""))
     return int(parsed)
+
+
+def dollars(value: object) -> float:
+    """A number of dollars."""
+    parsed = number(value, at_least=0)
+    if parsed > _DOLLARS_MAX:
+        raise ValueError(f"{shown(value)} is more dollars than {_DOLLARS_MAX}")
+    return parsed
+
+
+def micro_dollars(value: object) -> int:
+    """Whole micro-dollars of what `dollars` reads; the least is 1, so that only 0 is nothing."""
+    written = Decimal(repr(dollars(value)))  # its shortest decimal form, which is what was written
+    return int((written * 1_000_000).to_integral_value(ROUND_UP))
+
+
+def share(value: object) -> float:
+    """A part of a whole: above 0, and 1 at most."""
+    parsed = positive(value)
+    if parsed > 1:
+        raise ValueError(f"{shown(value)} is not a share such as 0.8, of 1 at most")
+    return parsed
+
+
+def shares(value: object) -> tuple[float, ...]:
+    """A list of shares, each once and the smallest first."""
+    return tuple(sorted({share(entry) for entry in entries(value)}))
 
 
 def seconds(value: object) -> float:
@@ -223,6 +254,14 @@ def host(value: object) -> str:
     if not _HOST.fullmatch(bare) or (bare.count(":") == 1):
         raise ValueError(f"{shown(value)} is not an address to listen on, such as 127.0.0.1 or 0.0.0.0, without a port")
     return bare
+
+
+def file(value: object) -> Path:
+    """A file that is there."""
+    path = value if isinstance(value, Path) else Path(text(value)).expanduser()
+    if not os.path.isfile(path):  # unlike Path.is_file, it is False for a folder that may not be read
+        raise ValueError(f"{shown(str(path))} is no file that exists")
+    return path
 
 
 def _type(value: object) -> str:

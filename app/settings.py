@@ -7,6 +7,7 @@ value means the default, so that it also hides what a lower place says. Two vari
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from pydantic_settings import (
 from app import declarations, networks, setting_flags
 from app import setting_values as values
 from app.declarations import CloudProvider
-from app.domain import NodeSpec
+from app.domain import Budget, NodeSpec, Period, Price, Rate
 from app.networks import Network
 from app.routing.route_spec import RouteSpec
 
@@ -49,7 +50,8 @@ STRATEGIES = (
 )
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
-BUDGET_PERIODS = ("month", "week", "day")
+BUDGET_PERIODS = tuple(period.value for period in Period)
+SHARING_FAILURES = ("closed", "local")
 SERVING_STRATEGIES = ("Hybrid", "DistServe")
 MIGRATION_PROTOCOLS = ("RDMA", "NVLINK", "TCP")
 LINK_TYPES = ("RoCE", "IB")
@@ -63,7 +65,9 @@ _LMDEPLOY_VARIABLES = {
     "AIOHTTP_TIMEOUT": "request_timeout",
 }
 _IGNORED_VARIABLES = ("UVICORN_LOG_LEVEL",)
-_ONE_WORKER = "workers would not share in-flight counts, breakers and limits; run one"
+_OFF = "off"
+_DATABASE = re.compile(r"(sqlite|postgres(ql)?)(\+[a-z0-9]+)?://.+", re.IGNORECASE)
+_REDIS = re.compile(r"(rediss?|valkeys?|unix)://.+", re.IGNORECASE)
 
 
 class SettingsError(Exception):
@@ -88,24 +92,35 @@ def _secrets(value: object) -> tuple[SecretStr, ...]:
     return tuple(SecretStr(key) for key in values.secrets(value))
 
 
-def _secret_url(value: object) -> SecretStr:
-    """A database's URL, which may hold a password."""
+def _database(value: object) -> SecretStr:
+    """The ledger's URL, which may hold a password, or off."""
+    if _is_off(_plain(value)):
+        return SecretStr(_OFF)
+    return _store(value, _DATABASE, "sqlite:///data/hearth.db or postgresql://hearth@localhost/hearth, nor off")
+
+
+def _redis(value: object) -> SecretStr:
+    """The URL of what replicas share, which may hold a password. Valkey is asked as Redis is."""
+    url = _store(value, _REDIS, "redis://localhost:6379").get_secret_value()
+    return SecretStr(re.sub(r"^valkey", "redis", url, flags=re.IGNORECASE))
+
+
+def _store(value: object, allowed: re.Pattern[str], examples: str) -> SecretStr:
     plain = _plain(value)
-    if not isinstance(plain, str) or "://" not in plain:
-        raise ValueError("is not a URL")
-    return SecretStr(plain.strip())
+    stripped = plain.strip() if isinstance(plain, str) else ""
+    if not allowed.fullmatch(stripped) or not stripped.isprintable():
+        raise ValueError(f"is not a URL such as {examples}")  # not shown: it may hold a password
+    return SecretStr(stripped)
 
 
-def _file(value: object) -> Path:
-    path = value if isinstance(value, Path) else Path(values.text(value)).expanduser()
-    if not os.path.isfile(path):  # unlike Path.is_file, it is False for a folder that may not be read
-        raise ValueError(f"{values.shown(str(path))} is no file that exists")
-    return path
+def _is_off(value: object) -> bool:
+    """YAML reads off as false."""
+    return value is False or (isinstance(value, str) and value.strip().lower() == _OFF)
 
 
 def _nodes_file(value: object) -> Path | None:
-    """Where to write; it need not exist. None when off, which YAML reads as false."""
-    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+    """Where to write; it need not exist. None when off."""
+    if _is_off(value):
         return None
     path = value if isinstance(value, Path) else Path(values.text(value)).expanduser()
     if os.path.isdir(path):
@@ -122,9 +137,8 @@ Count = Annotated[int, BeforeValidator(partial(values.whole, at_least=0))]
 Flag = Annotated[bool, BeforeValidator(values.flag)]
 Text = Annotated[str, BeforeValidator(values.text)]
 Url = Annotated[str, BeforeValidator(values.web_url)]
-File = Annotated[Path, BeforeValidator(_file)]
+File = Annotated[Path, BeforeValidator(values.file)]
 Secret = Annotated[SecretStr, BeforeValidator(_secret)]
-SecretUrl = Annotated[SecretStr, BeforeValidator(_secret_url)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
 
 
@@ -155,8 +169,11 @@ class Settings(BaseSettings):
     cloud_providers: Annotated[
         tuple[CloudProvider, ...], NoDecode, _HIDDEN, BeforeValidator(declarations.cloud_providers)
     ] = ()
-    cloud_budget_usd: Annotated[float, BeforeValidator(partial(values.number, at_least=0))] | None = None
+    cloud_budget_usd: Annotated[float, BeforeValidator(values.dollars)] | None = None
     cloud_budget_period: Annotated[str, _one_of(BUDGET_PERIODS)] = "month"
+    budget_warn_at: Annotated[tuple[float, ...], NoDecode, BeforeValidator(values.shares)] = (0.5, 0.8, 0.95)
+    cloud_prices: Annotated[tuple[tuple[str, Price], ...], NoDecode, BeforeValidator(declarations.prices)] = ()
+    cloud_max_tokens: Annotated[int, _whole(1)] = 8192
 
     request_timeout: Seconds = 1800.0
     connect_timeout: Seconds = 3.0
@@ -185,20 +202,23 @@ class Settings(BaseSettings):
 
     api_keys: Secrets = ()
     admin_keys: Secrets = ()
+    requests_per_minute: Annotated[int, _whole(1, hint="leave it out for any number")] | None = None
+    tokens_per_minute: Annotated[int, _whole(1, hint="leave it out for any number")] | None = None
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_list_of(values.origin))] = ()
     max_body_mb: Annotated[float, BeforeValidator(values.positive)] = 64.0
 
     host: Annotated[str, BeforeValidator(values.host)] = "127.0.0.1"
     port: Annotated[int, _whole(0, 65535)] = 8000
-    workers: Annotated[int, _whole(1, 1, _ONE_WORKER)] = 1
+    workers: Annotated[int, _whole(1)] = 1
     ssl_certfile: File | None = None
     ssl_keyfile: File | None = None
 
     log_level: Annotated[str, _one_of(LOG_LEVELS, _LOG_LEVEL_ALIASES)] = "INFO"
     log_format: Annotated[str, _one_of(LOG_FORMATS)] = "auto"
 
-    database_url: SecretUrl | None = None
-    redis_url: SecretUrl | None = None
+    database_url: Annotated[SecretStr, BeforeValidator(_database)] = SecretStr("sqlite:///data/hearth.db")
+    redis_url: Annotated[SecretStr, BeforeValidator(_redis)] | None = None
+    sharing_failure: Annotated[str, _one_of(SHARING_FAILURES)] = "closed"
     config_file: File | None = None
 
     _cloud: tuple[NodeSpec, ...] = PrivateAttr(())
@@ -224,6 +244,26 @@ class Settings(BaseSettings):
     def nodes_path(self) -> Path | None:
         """Where nodes that are added at run time are kept; None when they are not."""
         return None if self.disable_cache_status else self.nodes_file
+
+    def cloud_budget(self) -> Budget | None:
+        """What all of the cloud may cost in one period."""
+        if self.cloud_budget_usd is None:
+            return None
+        return Budget(values.micro_dollars(self.cloud_budget_usd), Period(self.cloud_budget_period))
+
+    def default_rate(self) -> Rate | None:
+        """What each key of API_KEYS may ask for in a minute."""
+        rate = Rate(self.requests_per_minute, self.tokens_per_minute)
+        return rate if any(rate) else None
+
+    def database(self) -> str | None:
+        """The ledger's URL in plain text; None when there is no ledger."""
+        url = self.database_url.get_secret_value()
+        return None if url == _OFF else url
+
+    def redis(self) -> str | None:
+        """The URL of what replicas share, in plain text; None when there is but this process."""
+        return None if self.redis_url is None else self.redis_url.get_secret_value()
 
     @classmethod
     def settings_customise_sources(
@@ -263,11 +303,24 @@ class Settings(BaseSettings):
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             missing, given = ("SSL_KEYFILE", "SSL_CERTFILE") if self.ssl_certfile else ("SSL_CERTFILE", "SSL_KEYFILE")
             raise ValueError(f"{missing}: not set, although {given} is; TLS needs both")
-        if self.cloud_budget_usd is not None and self._cloud:
+        if self.workers > 1 and self.redis_url is None:
             raise ValueError(
-                f"CLOUD_BUDGET_USD: {self.cloud_budget_usd:g} would not be kept, as this version does not enforce "
-                "budgets; unset it, or remove the cloud's key"
+                f"WORKERS: {self.workers} workers would not share in-flight counts, breakers, limits and budgets, as "
+                "REDIS_URL is not set; set it, or run one worker"
             )
+        budget = next(self._budgets(), None) if self._cloud else None
+        if budget is not None and self.database() is None:
+            raise ValueError(
+                f"DATABASE_URL: off forgets at every restart what was spent, so that {budget} would not hold; set a "
+                "database, or unset the budget"
+            )
+
+    def _budgets(self) -> Iterator[str]:
+        """How each budget is called that the cloud is held to."""
+        if self.cloud_budget_usd is not None:
+            yield "CLOUD_BUDGET_USD"
+        yield from (f"budget_usd of the cloud {node.name}" for node in self._cloud if node.budget)
+        yield from (f"budget_usd of the model {route.pattern}" for route in self.model_map if route.budget)
 
     def _doubts(self) -> Iterator[str]:
         for name in ("first_token_timeout", "idle_timeout"):
@@ -278,6 +331,9 @@ class Settings(BaseSettings):
         for node in self._cloud:
             if node.url.startswith("http://") and urlsplit(node.url).hostname not in _LOOPBACK:
                 yield f"{node.name} is asked over plain http, so that its key can be read on the way; use https"
+        for node in (*self.local_nodes, *self._cloud):
+            if not node.tls_verify and node.api_key:
+                yield f"{node.name}'s certificate is not checked (tls_verify): whoever poses as it gets its key"
         urls = [node.url for node in self.local_nodes]
         for url in dict.fromkeys(url for url in urls if urls.count(url) > 1):
             yield f"LOCAL_NODES lists {url} more than once; it counts as that many nodes"

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from app.domain import Budget
 
-from app.domain import Budget
-
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
@@ -19,5 +17,4 @@ class RouteSpec:
     local_only: bool = False
     num_ctx: int | None = None
     cloud_off: bool = False  # the operator wrote `"cloud": false`
-    budget: Budget | None = None
     budget: Budget | None = None  # for its cloud requests

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = sorted(
     name
     for name, field in Settings.model_fields.items()
-    if name == "cloud_budget_usd" or (isinstance(field.default, int | float) and not isinstance(field.default, bool))
+    if name in ("cloud_budget_usd", "requests_per_minute", "tokens_per_minute")
+    or (isinstance(field.default, int | float) and not isinstance(field.default, bool))
 )
 # Names that messages may tell people to set although they are not ours, and those that are taken from LMDeploy.
 OTHERS = {

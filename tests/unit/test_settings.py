@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app import networks
 from app import setting_values as values
-from app.domain import NodeSpec, Role
+from app.domain import Budget, NodeSpec, Period, Price, Rate, Role
 from app.routing.route_spec import RouteSpec
 from app.settings import Settings, SettingsError, load_settings
 
@@ -213,7 +213,10 @@ def test_several_faults_are_one_line() -> None:
         ["--cloud-providers", f'[{{"endpoint": "https://a", "api_key": "{KEY}", "api_key_env": "{KEY}"}}]'],
         ["--cloud-providers", f'[{{"endpoint": "https://a", "api_key": "{KEY}", "modell": 1}}]'],
         ["--database-url", f"user:{KEY}"],
-        ["--cloud-api-key", KEY, "--cloud-budget-usd", "5"],
+        ["--database-url", f"mysql://user:{KEY}@db/x"],
+        ["--redis-url", f"http://:{KEY}@r"],
+        ["--database-url", "off", "--cloud-api-key", KEY, "--cloud-budget-usd", "5"],
+        ["--redis-url", f"redis://:{KEY}@r", "--workers", "0"],
     ],
 )
 def test_no_message_shows_a_secret(argv: list[str]) -> None:
@@ -247,7 +250,12 @@ def test_settings_do_not_show_secrets() -> None:
         ("--port", "65536", "PORT: '65536' is not a whole number from 0 to 65535"),
         ("--port", "-1", "PORT: '-1' is"),
         ("--port", "1.5", "PORT: '1.5' is"),
-        ("--workers", "2", "WORKERS: '2' is not a whole number from 1 to 1; workers would not share"),
+        ("--workers", "0", "WORKERS: '0' is not a whole number of at least 1"),
+        (
+            "--workers",
+            "2",
+            "WORKERS: 2 workers would not share in-flight counts, breakers, limits and budgets, as REDIS_",
+        ),
         ("--max-attempts", "0", "MAX_ATTEMPTS: '0' is not a whole number of at least 1; 1 tries once and never again"),
         ("--breaker-fail-max", "-1", "BREAKER_FAIL_MAX: '-1' is not a whole number of at least 0"),
         ("--request-timeout", "0", "REQUEST_TIMEOUT: '0' is not a time above 0; write seconds (90) or"),
@@ -256,6 +264,18 @@ def test_settings_do_not_show_secrets() -> None:
         ("--health-check-interval", "-5s", "HEALTH_CHECK_INTERVAL: '-5s' is not a time"),
         ("--max-body-mb", "0", "MAX_BODY_MB: '0' is not a number above 0"),
         ("--cloud-budget-usd", "-1", "CLOUD_BUDGET_USD: '-1' is not a number of at least 0"),
+        ("--cloud-budget-usd", "2e9", "CLOUD_BUDGET_USD: '2e9' is more dollars than 1000000000"),
+        ("--cloud-max-tokens", "0", "CLOUD_MAX_TOKENS: '0' is not a whole number of at least 1"),
+        ("--budget-warn-at", "0.5,80", "BUDGET_WARN_AT: '80' is not a share such as 0.8"),
+        ("--budget-warn-at", "0", "BUDGET_WARN_AT: '0' is not a number above 0"),
+        ("--requests-per-minute", "0", "REQUESTS_PER_MINUTE: '0' is not a whole number of at least 1; leave it out"),
+        ("--tokens-per-minute", "many", "TOKENS_PER_MINUTE: 'many' is not a whole number"),
+        ("--sharing-failure", "open", "SHARING_FAILURE: 'open' is not one of closed, local"),
+        (
+            "--database-url",
+            "data/hearth.db",
+            "DATABASE_URL: is not a URL such as sqlite:///data/hearth.db or postgresql:",
+        ),
         ("--cloud-budget-period", "year", "CLOUD_BUDGET_PERIOD: 'year' is not one of month, week, day"),
         ("--lb-strategy", "least_connection", "min_observed_latency; did you mean 'least_connections'?"),
         ("--log-level", "loud", "LOG_LEVEL: 'loud' is not one of DEBUG, INFO, WARNING, ERROR"),
@@ -269,7 +289,7 @@ def test_settings_do_not_show_secrets() -> None:
         ("--cloud-api-key", "sk-...", "CLOUD_API_KEY: the key is a placeholder"),
         ("--ssl-certfile", "nowhere.pem", "SSL_CERTFILE: 'nowhere.pem' is no file that exists"),
         ("--cloud-endpoint", "api.openai.com", "such as http://api.openai.com"),
-        ("--redis-url", "localhost", "REDIS_URL: is not a URL"),
+        ("--redis-url", "localhost", "REDIS_URL: is not a URL such as redis://localhost:6379"),
         ("--nodes-open=maybe", None, "NODES_OPEN: 'maybe' is not true or false"),
         ("--ssl=maybe", None, "--ssl: 'maybe' is not true or false"),
         ("--nodes-networks", "10.0.0.0/8,lan", "NODES_NETWORKS: 'lan' is not a network such as 10.0.0.0/8"),
@@ -519,6 +539,10 @@ def test_a_node_has_all_its_properties() -> None:
         "vram_gb": 24,
         "num_ctx": 8192,
         "role": "decode",
+        "price": {"input": 0.1, "output": "0.4", "cached_input": 0.05},
+        "retries": 2,
+        "health_check": "no",
+        "tls_verify": False,
     }
 
     assert nodes([written]) == (
@@ -534,8 +558,40 @@ def test_a_node_has_all_its_properties() -> None:
             vram_gb=24,
             num_ctx=8192,
             role=Role.DECODE,
+            price=Price(100_000, 400_000, 50_000),
+            retries=2,
+            health_check=False,
+            tls_verify=False,
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "price"),
+    [
+        (0.1, Price(100_000, 100_000)),
+        (0, Price(0, 0)),
+        ("3", Price(3_000_000, 3_000_000)),
+        ({"input": 0.035, "output": 0.14}, Price(35_000, 140_000)),
+        ({"input": 1.1, "output": 4.4, "cached_input": 0}, Price(1_100_000, 4_400_000, 0)),
+        ({"input": 1e-7, "output": 0.0000011}, Price(1, 2)),
+    ],
+)
+def test_prices_are_dollars_per_million_tokens(written: object, price: Price) -> None:
+    """What is too little for a whole micro-dollar is not taken for nothing."""
+    assert nodes([{"url": "http://a:1", "price": written}])[0].price == price
+
+
+def test_a_node_may_have_certificates_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("x")
+
+    assert nodes([{"url": "https://a", "ca_file": "ca.pem"}])[0].ca_file == "ca.pem"
+
+
+def test_a_certificate_that_nobody_checks_is_warned_of() -> None:
+    node = {"url": "https://a", "name": "box", "api_key": KEY, "tls_verify": False}
+
+    assert "box's certificate is not checked" in load_settings(["--local-nodes", json.dumps([node])]).warnings[0]
 
 
 def test_a_property_with_null_is_absent() -> None:
@@ -604,6 +660,20 @@ def test_the_same_url_twice_is_a_warning() -> None:
         ([{"url": "http://b", "num_ctx": 2.5}], "num_ctx: 2.5 is not a whole number of at least 1"),
         ([{"url": "http://b", "role": "boss"}], "role: 'boss' is not one of hybrid, prefill, decode"),
         ([{"url": "http://b", "name": "a\nb"}], "is not text on one line"),
+        ([{"url": "http://b", "price": -1}], "node 1: price: -1 is not a number of at least 0"),
+        ([{"url": "http://b", "price": {"input": 1}}], "node 1: price: has no output, in dollars per million tokens"),
+        (
+            [{"url": "http://b", "price": {"in": 1}}],
+            "price: unknown key 'in'; the keys are input, output, cached_input",
+        ),
+        (
+            [{"url": "http://b", "price": {"input": 1, "output": 2, "cached_input": 1.5}}],
+            "price: cached_input is more than input",
+        ),
+        ([{"url": "http://b", "retries": -1}], "retries: -1 is not a whole number of at least 0"),
+        ([{"url": "http://b", "health_check": "maybe"}], "health_check: 'maybe' is not true or false"),
+        ([{"url": "http://b", "ca_file": "no.pem"}], "ca_file: 'no.pem' is no file that exists"),
+        ([{"url": "http://b", "budget_usd": 1}], "unknown key 'budget_usd'"),
         ([{"url": "http://b", "name": "n"}, {"url": "http://c", "name": "n"}], "the name 'n' is used twice"),
         ('[{"url": "http://a", "url": "http://b"}]', "the key 'url' is given twice"),
         ("[" * 5000, "is not valid JSON: too deep"),
@@ -692,6 +762,14 @@ def test_providers_work_without_the_first_endpoint() -> None:
         ({"api_key": "k"}, "has no endpoint"),
         ({"url": "https://a", "api_key": "k"}, "unknown key 'url'; the keys are name, endpoint,"),
         ("https://a", "is not an object with endpoint"),
+        ({"endpoint": "https://a", "api_key": "k", "budget_usd": -1}, "budget_usd: -1 is not a number of at least 0"),
+        ({"endpoint": "https://a", "api_key": "k", "budget_period": "day"}, "a budget_period and no budget_usd"),
+        (
+            {"endpoint": "https://a", "api_key": "k", "budget_usd": 1, "budget_period": "year"},
+            "budget_period: 'year' is not one of month, week, day",
+        ),
+        ({"endpoint": "https://a", "api_key": "k", "requests_per_minute": 0}, "requests_per_minute: 0 is not a whole"),
+        ({"endpoint": "https://a", "api_key": "k", "prices": {}}, "unknown key 'prices'; did you mean 'price'?"),
     ],
 )
 def test_bad_providers_are_refused(provider: object, said: str) -> None:
@@ -709,13 +787,151 @@ def test_a_cloud_target_may_not_take_a_local_nodes_name() -> None:
     )
 
 
-def test_a_budget_with_a_cloud_stops_the_start() -> None:
-    """It is not enforced, and a bill must not surprise."""
-    assert refusal("--cloud-api-key", KEY, "--cloud-budget-usd", "20").startswith(
-        "CLOUD_BUDGET_USD: 20 would not be kept"
+def test_a_provider_has_limits_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("x")
+    provider = {
+        "endpoint": "https://a/v1",
+        "api_key": "k",
+        "price": {"input": 2, "output": 8},
+        "budget_usd": 2.5,
+        "budget_period": "Day",
+        "requests_per_minute": 500,
+        "tokens_per_minute": "200000",
+        "health_check": False,
+        "ca_file": "ca.pem",
+    }
+    bare = {"endpoint": "https://b/v1", "api_key": "k", "budget_usd": 0, "tls_verify": False}
+    limited, other = load_settings(["--cloud-providers", json.dumps([provider, bare])]).cloud_specs()
+
+    assert limited.price == Price(2_000_000, 8_000_000)
+    assert limited.budget == Budget(2_500_000, Period.DAY)
+    assert limited.rate == Rate(500, 200_000)
+    assert (limited.health_check, limited.ca_file, limited.tls_verify) == (False, "ca.pem", True)
+    assert (other.budget, other.rate, other.tls_verify) == (Budget(0, Period.MONTH), None, False)
+
+
+def test_certificates_of_ones_own_need_checking(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("x")
+    trust = {"ca_file": "ca.pem", "tls_verify": False}
+    said = "1: ca_file is not read while tls_verify is false; remove one of them"
+
+    assert said in refusal("--local-nodes", json.dumps([{"url": "https://a", **trust}]))
+    assert said in refusal("--cloud-providers", json.dumps([{"endpoint": "https://a", "api_key": "k", **trust}]))
+
+
+# Money and limits
+
+
+@pytest.mark.parametrize(("written", "limit"), [("20", 20_000_000), ("0", 0), ("0.1", 100_000), ("1e9", 10**15)])
+def test_a_budget_is_kept_in_micro_dollars(written: str, limit: int) -> None:
+    settings = load_settings(["--cloud-api-key", KEY, "--cloud-budget-usd", written, "--cloud-budget-period", "Week"])
+
+    assert settings.cloud_budget() == Budget(limit, Period.WEEK)
+    assert load_settings().cloud_budget() is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--cloud-budget-usd", "0", "--cloud-api-key", KEY], "CLOUD_BUDGET_USD"),
+        (
+            ["--cloud-providers", '[{"endpoint": "https://a", "api_key": "k", "name": "x", "budget_usd": 1}]'],
+            "budget_usd of the cloud x",
+        ),
+        (["--model-map", '{"m*": {"budget_usd": 1}}', "--cloud-api-key", KEY], "budget_usd of the model m*"),
+    ],
+)
+def test_a_budget_needs_a_ledger(argv: list[str], named: str) -> None:
+    """It would begin anew with every restart."""
+    assert load_settings(argv).database()
+    assert refusal("--database-url", "off", *argv).startswith(
+        f"DATABASE_URL: off forgets at every restart what was spent, so that {named} would not hold"
     )
-    assert "CLOUD_BUDGET_USD: 0" in refusal("--cloud-api-key", KEY, "--cloud-budget-usd", "0")
-    assert load_settings(["--cloud-budget-usd", "20"]).cloud_budget_usd == 20
+
+
+def test_a_budget_without_a_cloud_needs_nothing() -> None:
+    argv = ["--database-url", "off", "--cloud-budget-usd", "1", "--model-map", '{"m": {"budget_usd": 1}}']
+
+    assert load_settings(argv).cloud_specs() == ()
+
+
+def test_warnings_of_budgets_come_in_order() -> None:
+    assert load_settings().budget_warn_at == (0.5, 0.8, 0.95)
+    assert load_settings(["--budget-warn-at", "0.9, 0.25,1,0.9"]).budget_warn_at == (0.25, 0.9, 1)
+    assert load_settings(["--budget-warn-at", "[]"]).budget_warn_at == ()
+
+
+def test_prices_of_the_cloud_keep_their_order() -> None:
+    written = {"gpt-5-mini": {"input": 0.25, "output": 2, "cached_input": 0.025}, "gpt-*": 3, "*": "0"}
+
+    assert load_settings(["--cloud-prices", json.dumps(written)]).cloud_prices == (
+        ("gpt-5-mini", Price(250_000, 2_000_000, 25_000)),
+        ("gpt-*", Price(3_000_000, 3_000_000)),
+        ("*", Price(0, 0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("[]", "is not an object such as"),
+        ("3", "is not an object such as"),
+        ({"a": "dear"}, "'a': 'dear' is not a number of at least 0"),
+        ({"a": {"input": 1}}, "'a': has no output"),
+        ({"": 1}, "'': '' is not text"),
+        ('{"a": 1, "a": 2}', "the key 'a' is given twice"),
+    ],
+)
+def test_bad_prices_are_refused(written: object, said: str) -> None:
+    message = refusal("--cloud-prices", written if isinstance(written, str) else json.dumps(written))
+
+    assert message.startswith("CLOUD_PRICES: ")
+    assert said in message
+
+
+def test_limits_of_the_keys_are_absent_or_given() -> None:
+    assert load_settings().default_rate() is None
+    assert load_settings(["--requests-per-minute", "60"]).default_rate() == Rate(60, None)
+    assert load_settings(["--tokens-per-minute", "1000"]).default_rate() == Rate(None, 1000)
+
+
+# Stores
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite:///x.db", "sqlite+aiosqlite:////abs/x.db", "postgres://u:p@db/x", "PostgreSQL://db/x"]
+)
+def test_the_ledger_is_in_sqlite_or_postgresql(url: str) -> None:
+    assert load_settings().database() == "sqlite:///data/hearth.db"
+    assert load_settings(["--database-url", url]).database() == url
+
+
+def test_the_ledger_may_be_off(tmp_path: Path) -> None:
+    """YAML reads `off` as false."""
+    (tmp_path / "off.yaml").write_text("database_url: off\n")
+
+    assert load_settings(["--database-url", "Off"]).database() is None
+    assert load_settings(["--config-file", "off.yaml"]).database() is None
+
+
+@pytest.mark.parametrize(
+    ("written", "url"),
+    [
+        ("redis://:p@r:6379/1", "redis://:p@r:6379/1"),
+        ("rediss://r", "rediss://r"),
+        ("valkey://r", "redis://r"),
+        ("valkeys://r", "rediss://r"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+    ],
+)
+def test_valkey_is_redis(written: str, url: str) -> None:
+    assert load_settings().redis() is None
+    assert load_settings(["--redis-url", written]).redis() == url
+
+
+def test_workers_share_through_redis() -> None:
+    assert "REDIS_URL is not set" in refusal("--workers", "2")
+    assert load_settings(["--workers", "4", "--redis-url", "redis://r"]).workers == 4
 
 
 # Routes
@@ -729,6 +945,7 @@ def test_routes_keep_their_order() -> None:
         "no-cloud": {"local": "m", "cloud": False},
         "null-cloud": {"cloud": None},
         "cloud-only": {"cloud": "gpt-5"},
+        "bounded": {"cloud": "gpt-5", "budget_usd": 3, "budget_period": "week"},
     }
 
     assert load_settings(["--model-map", json.dumps(written)]).routes_config() == (
@@ -738,6 +955,7 @@ def test_routes_keep_their_order() -> None:
         RouteSpec("no-cloud", local="m", cloud_off=True),
         RouteSpec("null-cloud", cloud_off=True),
         RouteSpec("cloud-only", cloud="gpt-5"),
+        RouteSpec("bounded", cloud="gpt-5", budget=Budget(3_000_000, Period.WEEK)),
     )
 
 
@@ -752,6 +970,8 @@ def test_routes_keep_their_order() -> None:
         ({"a": {"locl": "b"}}, "'a': unknown key 'locl'; did you mean 'local'?"),
         ({"a": {"cloud": True}}, "'a': cloud: True is neither a model's name nor false"),
         ({"a": {"local_only": "maybe"}}, "'a': local_only: 'maybe' is not true or false"),
+        ({"a": {"budget_usd": "much"}}, "'a': budget_usd: 'much' is not a number of at least 0"),
+        ({"a": {"budget_period": "day"}}, "'a': has a budget_period and no budget_usd"),
         ({"a": {"num_ctx": 0}}, "'a': num_ctx: 0 is not a whole number of at least 1"),
         ({"a": {"local_only": True, "cloud": "b"}}, "'a': local_only excludes a cloud model"),
         ({"a*": "b*"}, "'a*': 'b*' holds a *, which only the requested name may hold"),
@@ -812,8 +1032,9 @@ def test_the_example_shows_the_defaults(tmp_path: Path) -> None:
 
 
 def test_the_examples_in_the_example_load() -> None:
-    node, route, provider = re.findall(r"^#   ([\[{].*)$", EXAMPLE.read_text(), re.MULTILINE)
+    node, route, provider, prices = re.findall(r"^#   ([\[{].*)$", EXAMPLE.read_text(), re.MULTILINE)
 
     assert nodes(node)
     assert load_settings(["--model-map", route]).routes_config()
     assert len(json.loads(provider)) == 1
+    assert load_settings(["--cloud-prices", prices]).cloud_prices
