@@ -1,15 +1,18 @@
-"""Who may ask. Keys are kept as digests only, and compared in constant time."""
+"""Who may ask. Keys are kept as digests only, and how long a look takes tells nothing of them."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
+import secrets
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 from urllib.parse import urlsplit
 
+from app.domain import ANYBODY, Caller, Rate
 from app.errors import Forbidden, Unauthorized
 from app.fronts.asgi import Scope
+from app.routing.names import matches
 
 _FORWARDED = frozenset(
     {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}
@@ -18,44 +21,75 @@ _OUR_OWN = (b"none", b"same-origin")  # Sec-Fetch-Site of the address bar and of
 
 
 class Keyring:
-    """A set of keys. Empty, it admits nobody: whoever has none asks `bool(keyring)` first."""
+    """Keys from the settings. Empty, it admits nobody: whoever has none asks `bool(keyring)` first."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    def __init__(
+        self, keys: Iterable[str], source: str = "env", name: str = "API_KEYS", rate: Rate | None = None
+    ) -> None:
+        # These keys are chosen by people, and may be short. A digest that is keyed with a secret of this process
+        # cannot be aimed at, so that the time of a look-up in a dictionary tells nothing, and many keys cost nothing.
+        self._salt = secrets.token_bytes(32)
+        self._callers = {
+            self._salted(key.encode()): Caller(id=f"{source}:{digest_of(key.encode()).hex()[:8]}", name=name, rate=rate)
+            for key in keys
+        }
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._callers)
 
-    def admits(self, token: bytes | None) -> bool:
+    def find(self, token: bytes) -> Caller | None:
         """Takes the same time for every wrong key."""
-        digest = _digest(token or b"")
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
-        return found and token is not None
+        return self._callers.get(self._salted(token)) if self._callers else None
+
+    def _salted(self, token: bytes) -> bytes:
+        return hashlib.blake2b(token, digest_size=32, key=self._salt).digest()
+
+
+class KeyBook(Protocol):
+    """Keys that are made at run time."""
+
+    @property
+    def required(self) -> bool:
+        """Whether there is any, so that nobody may ask without one."""
+        ...
+
+    def caller_of(self, digest: bytes) -> Caller | None:
+        """Whose key has this digest. Raises `Unauthorized` for a known key that has expired or is disabled."""
+        ...
 
 
 class Doors:
     """The two questions of every request: may it ask for inference, may it manage."""
 
-    def __init__(self, api_keys: Keyring, admin_keys: Keyring) -> None:
+    def __init__(self, api_keys: Keyring, admin_keys: Keyring, book: KeyBook | None = None) -> None:
         self._api_keys = api_keys
         self._admin_keys = admin_keys
+        self._book = book
 
-    def check_client(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises `Unauthorized` unless a key is shown; with no API_KEYS everybody may ask."""
-        if not self._api_keys:
-            return
+    def check_client(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Who asks. Raises `Unauthorized` unless a key is shown; where there are none at all, everybody may ask."""
+        made = self._book is not None and self._book.required
+        if not made and not self._api_keys:
+            return ANYBODY
         token = token_of(headers)
-        # Both are always asked, so that the time tells nothing of which ring a key is on.
-        if not (self._api_keys.admits(token) | self._admin_keys.admits(token)):
+        if token is None:
             raise Unauthorized(_told(token))
+        caller = self._made(token) if made else None
+        caller = caller or self._api_keys.find(token) or self._admin_keys.find(token)
+        if caller is None:
+            raise Unauthorized(_told(token))
+        return caller
+
+    def _made(self, token: bytes) -> Caller | None:
+        # Found by the plain digest. A guess can be aimed at no digest, so the most that a look-up's time could tell
+        # is a part of one, and that finds no key of 256 random bits.
+        return self._book.caller_of(digest_of(token)) if self._book else None
 
     def check_admin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raises `Unauthorized` or `Forbidden`. Without ADMIN_KEYS only this machine itself may manage."""
         if self._admin_keys:
             token = token_of(headers)
-            if not self._admin_keys.admits(token):
+            if token is None or self._admin_keys.find(token) is None:
                 raise Unauthorized(_told(token))
         elif not _is_local(scope, headers):
             raise Forbidden(
@@ -66,6 +100,19 @@ class Doors:
         """Raises `Forbidden` for a page: engines, which show no key, are no browsers."""
         if _asks_for_a_page(headers):
             raise Forbidden("pages from elsewhere may not do this")
+
+
+def digest_of(token: bytes) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(token).digest()
+
+
+def check_route(caller: Caller, model: str) -> None:
+    """Raises `Forbidden` unless the caller's key may ask for the model."""
+    if caller.routes and not any(matches(pattern, model) for pattern in caller.routes):
+        raise Forbidden(
+            f"this API key may not ask for '{model}', only for {', '.join(caller.routes)}", code="route_not_allowed"
+        )
 
 
 def token_of(headers: Mapping[bytes, bytes]) -> bytes | None:
@@ -112,7 +159,3 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

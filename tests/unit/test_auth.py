@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from app.domain import ANYBODY, Caller, Rate
 from app.errors import Forbidden, Unauthorized
-from app.fronts.auth import Doors, Keyring, token_of
+from app.fronts.auth import Doors, Keyring, check_route, digest_of, token_of
 
 LOCAL: dict[str, Any] = {"client": ("127.0.0.1", 5)}
 REMOTE: dict[str, Any] = {"client": ("192.0.2.7", 5)}
@@ -21,8 +22,72 @@ def _bearer(key: str) -> dict[bytes, bytes]:
     return {b"authorization": b"Bearer " + key.encode()}
 
 
+class Book:
+    """Keys made at run time: `good` is valid, `old` has expired."""
+
+    def __init__(self, required: bool = True) -> None:
+        self.required = required
+
+    def caller_of(self, digest: bytes) -> Caller | None:
+        if digest == digest_of(b"old"):
+            raise Unauthorized("this API key has expired")
+        return Caller("1", "ada") if digest == digest_of(b"good") else None
+
+
 def test_without_keys_everybody_may_ask() -> None:
-    _doors().check_client({})
+    assert _doors().check_client({}) is ANYBODY
+    assert Doors(Keyring([]), Keyring(["admin"]), Book(required=False)).check_client({}) is ANYBODY
+
+
+def test_a_key_that_was_made_closes_the_door_to_those_without() -> None:
+    doors = Doors(Keyring([]), Keyring([]), Book())
+
+    assert doors.check_client(_bearer("good")) == Caller("1", "ada")
+    for headers in ({}, _bearer("bad")):
+        with pytest.raises(Unauthorized):
+            doors.check_client(headers)
+
+
+def test_only_of_a_known_key_it_is_said_why_it_is_refused() -> None:
+    doors = Doors(Keyring(["one"]), Keyring([]), Book())
+
+    with pytest.raises(Unauthorized, match="has expired"):
+        doors.check_client(_bearer("old"))
+    with pytest.raises(Unauthorized, match="is not valid"):
+        doors.check_client(_bearer("bad"))
+
+
+def test_callers_are_told_apart_by_the_start_of_their_digest() -> None:
+    rate = Rate(10, None)
+    doors = Doors(Keyring(["one", "two"], rate=rate), Keyring(["boss"], "admin", "ADMIN_KEYS"), Book())
+
+    # The SHA-256 of "one" and of "boss".
+    assert doors.check_client(_bearer("one")) == Caller("env:7692c3ad", "API_KEYS", rate=rate)
+    assert doors.check_client(_bearer("two")).id != "env:7692c3ad"
+    assert doors.check_client(_bearer("boss")) == Caller("admin:" + digest_of(b"boss").hex()[:8], "ADMIN_KEYS")
+    assert doors.check_client(_bearer("good")).id == "1"
+
+
+@pytest.mark.parametrize(
+    ("routes", "model", "allowed"),
+    [
+        ((), "any", True),
+        (("qwen*", "m"), "m", True),
+        (("qwen*", "m"), "Qwen3:8b", True),
+        (("qwen*", "m"), "m2", False),
+        (("qwen*",), "", False),
+    ],
+)
+def test_a_key_may_ask_for_its_routes_only(routes: tuple[str, ...], model: str, allowed: bool) -> None:
+    caller = Caller("1", routes=routes)
+
+    if allowed:
+        check_route(caller, model)
+        return
+    with pytest.raises(Forbidden) as error:
+        check_route(caller, model)
+    assert error.value.code == "route_not_allowed"
+    assert "qwen*" in error.value.message
 
 
 @pytest.mark.parametrize("key", ["one", "two"])
