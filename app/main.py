@@ -49,6 +49,7 @@ from app.settings import Settings, load_settings
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
 from app.telemetry.report import Reporter
+from app.tls import Trust
 from app.upstream import Upstream
 
 _FIRST_PROBES_SECONDS = 1.0
@@ -80,18 +81,20 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     admission = Admission()
     registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
     routes = Routes(settings.routes_config(), registry)
+    trust = Trust()
     prober = Prober(
         registry,
         detect_order(),
         interval_seconds=settings.health_check_interval,
         timeout_seconds=settings.health_check_timeout,
         log=log,
+        trust=trust,
     )
     metrics = Metrics(registry, admission)
     line = make_request_line(sink, settings.log_level, settings.log_format)
     reporter = Reporter(log, line, metrics, settings.lb_strategy)
-    upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout)
-    calls = NodeCalls()
+    upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout, trust)
+    calls = NodeCalls(trust)
     links = Links(calls, disaggregations(_migration(settings)))
     nodes_path = settings.nodes_path()
     membership = Membership(

@@ -12,8 +12,10 @@ import orjson
 
 from app.domain import Failure, NodeSpec
 from app.errors import HearthError, NodeFailure
+from app.node_clients import Clients, why_no_tls
 from app.providers.urls import join
 from app.routing.registry import Node
+from app.tls import Trust, UnusableCaFile
 
 _CALL_SECONDS = 10.0
 _DISCOVERY_SECONDS = 5.0
@@ -35,17 +37,15 @@ class NodeUnfit(HearthError):
 class NodeCalls:
     """Open it inside the running loop."""
 
-    def __init__(self) -> None:
-        self._client: httpx.AsyncClient | None = None
+    def __init__(self, trust: Trust) -> None:
+        self._clients = Clients(trust, seconds=_CALL_SECONDS, keep=64)
 
     async def __aenter__(self) -> NodeCalls:
-        limits = httpx.Limits(max_keepalive_connections=64, keepalive_expiry=3.5)
-        self._client = httpx.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
+        await self._clients.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        await self._clients.__aexit__(*exc_info)
 
     async def call(self, node: Node, method: str, path: str, body: bytes | None) -> bytes:
         """The body of an answer of status 200. Raises `NodeFailure`."""
@@ -53,8 +53,11 @@ class NodeCalls:
             status, answer = await self._ask(node.spec, method, path, body, _CALL_SECONDS)
         except httpx.TimeoutException as error:
             raise NodeFailure(Failure.CONNECT_TIMEOUT, f"no answer from {path} in time") from error
+        except UnusableCaFile as error:
+            raise NodeFailure(Failure.CONNECT, str(error), sent=False) from error
         except httpx.ConnectError as error:
-            raise NodeFailure(Failure.CONNECT, f"no connection for {path}", sent=False) from error
+            reason = why_no_tls(error) or f"no connection for {path}"
+            raise NodeFailure(Failure.CONNECT, reason, sent=False) from error
         except httpx.HTTPError as error:
             raise NodeFailure(Failure.DISCONNECTED, f"{path} was not answered ({type(error).__name__})") from error
         if status != httpx.codes.OK:
@@ -67,8 +70,11 @@ class NodeCalls:
             status, answer = await self._ask(spec, "GET", "/v1/models", None, _DISCOVERY_SECONDS)
         except httpx.TimeoutException as error:
             raise NodeUnfit(f"{spec.url} did not list its models within {_DISCOVERY_SECONDS:g} s", 504) from error
+        except UnusableCaFile as error:
+            raise NodeUnfit(f"{spec.url} cannot be asked: {error}") from error
         except httpx.HTTPError as error:
-            raise NodeUnfit(f"{spec.url} cannot be reached; is it up, and the URL right?") from error
+            reason = why_no_tls(error)
+            raise NodeUnfit(f"{spec.url} cannot be reached{_because(reason)}") from error
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise NodeUnfit(f"{spec.url} wants a key to list its models; give its 'api_key' or its 'models'", 400)
         names = _names(answer) if status == httpx.codes.OK else []
@@ -80,14 +86,14 @@ class NodeCalls:
         """Asks an engine to end itself; False when it does not."""
         try:
             status, _ = await self._ask(spec, "GET", "/terminate", None, _TERMINATE_SECONDS)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, UnusableCaFile):
             return False
         return status == httpx.codes.OK
 
     async def _ask(
         self, spec: NodeSpec, method: str, path: str, body: bytes | None, seconds: float
     ) -> tuple[int, bytes]:
-        assert self._client is not None, "open the calls first"
+        client = await self._clients.of(spec)
         headers = {"accept": "application/json", "host": urlsplit(spec.url).netloc}
         if spec.api_key:
             headers["authorization"] = f"Bearer {spec.api_key}"
@@ -97,7 +103,7 @@ class NodeCalls:
         try:
             async with (
                 asyncio.timeout(seconds),  # httpx limits each read alone, so that a node could go on for ever
-                self._client.stream(method, url, content=body, headers=headers, timeout=seconds) as response,
+                client.stream(method, url, content=body, headers=headers, timeout=seconds) as response,
             ):
                 answer = b""
                 async for part in response.aiter_bytes():
@@ -107,6 +113,10 @@ class NodeCalls:
                 return response.status_code, answer
         except TimeoutError as error:
             raise httpx.ReadTimeout("no whole answer in time") from error
+
+
+def _because(reason: str | None) -> str:
+    return f": {reason}" if reason else "; is it up, and the URL right?"
 
 
 def _names(answer: bytes) -> list[str]:

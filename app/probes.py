@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import httpx
 import orjson
 
 from app.domain import LoadedModel, ModelInfo, NodeState
+from app.node_clients import Clients, causes, why_no_tls
 from app.providers.base import Health, Kind
 from app.providers.urls import join
 from app.routing.registry import Node, Registry
 from app.telemetry.logs import Logger
+from app.tls import Trust, UnusableCaFile
 
 # A node is called down after this much bad evidence in a row. A node at work that is slow to answer is half a case.
 _DOWN_AT = 2.0
@@ -30,6 +32,7 @@ _JOINING_PROBES = 120  # bad ones until a node that registered and was never up 
 _SOON_SECONDS = 0.5  # to the next probe while the evidence is not enough
 _JITTER = 0.1
 _REFUSED = "connection refused"
+_NOT_PROBED = "not probed, as its health_check is off"
 _ANSWER_BYTES = 8 * 2**20
 _LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 
@@ -64,14 +67,14 @@ class Prober:
         interval_seconds: float,
         timeout_seconds: float,
         log: Logger,
-        verify: Any = True,
+        trust: Trust,
     ) -> None:
         self._registry = registry
         self._kinds = kinds  # in the order in which they are recognised
         self._interval = interval_seconds
         self._timeout = timeout_seconds
         self._log = log
-        self._verify = verify
+        self._trust = trust
         self._wake: dict[Node, asyncio.Event] = {}
         self._start: Callable[[Node], asyncio.Task[None]] | None = None  # once it runs
         self._tasks: dict[Node, asyncio.Task[None]] = {}
@@ -84,7 +87,10 @@ class Prober:
             self._wake[node].set()
 
     def watch(self, node: Node) -> None:
-        """Looks after one more node, from now on or from the start."""
+        """Looks after one more node, from now on or from the start. One that may not be probed is taken to be up."""
+        if not node.spec.health_check:
+            self._registry.observe(node, Health(NodeState.HEALTHY, _NOT_PROBED))
+            return
         self._wake[node] = asyncio.Event()
         if self._start is not None:
             self._tasks[node] = self._start(node)
@@ -98,26 +104,21 @@ class Prober:
             task.cancel()
 
     async def run(self) -> None:
-        limits = httpx.Limits(max_keepalive_connections=None, keepalive_expiry=3.5)
-        timeout = httpx.Timeout(self._timeout)
-        async with (
-            httpx.AsyncClient(limits=limits, timeout=timeout, verify=self._verify, trust_env=False) as client,
-            asyncio.TaskGroup() as tasks,
-        ):
-            self._start = lambda node: tasks.create_task(self._watch(client, node), name=f"probe {node.name}")
-            self._pending = set(self._registry)
-            if not self._pending:
-                self.first_round.set()
+        async with Clients(self._trust, seconds=self._timeout) as clients, asyncio.TaskGroup() as tasks:
+            self._start = lambda node: tasks.create_task(self._watch(clients, node), name=f"probe {node.name}")
+            self._pending = {node for node in self._registry if node.spec.health_check}
             for node in self._registry:
                 self.watch(node)
+            if not self._pending:
+                self.first_round.set()
             await asyncio.Event().wait()  # nodes may come at any time
 
-    async def _watch(self, client: httpx.AsyncClient, node: Node) -> None:
+    async def _watch(self, clients: Clients, node: Node) -> None:
         against, good = 0.0, 0
         wake = self._wake[node]
         while True:
             wake.clear()
-            seen = await self._look(client, node)
+            seen = await self._look(clients, node)
             against = against + seen.weight if seen.weight else 0.0
             good = 0 if seen.weight else good + 1
             settled = self._judge(node, seen, against, good)
@@ -151,14 +152,17 @@ class Prober:
         except TimeoutError:
             pass
 
-    async def _look(self, client: httpx.AsyncClient, node: Node) -> _Seen:
+    async def _look(self, clients: Clients, node: Node) -> _Seen:
         try:
             async with asyncio.timeout(self._timeout * 2):
+                client = await clients.of(node.spec)
                 kind = node.kind or await self._recognise(client, node)
                 return await self._probe(client, node, kind)
         except _Bad as bad:
             slow = bad.slow and node.in_flight > 0
             return _Seen(Health(NodeState.DOWN, bad.reason), weight=_SLOW_BUT_BUSY if slow else 1.0)
+        except UnusableCaFile as error:
+            return _Seen(Health(NodeState.DOWN, str(error)), weight=1.0)
         except TimeoutError:
             weight = _SLOW_BUT_BUSY if node.in_flight else 1.0
             return _Seen(Health(NodeState.DOWN, "does not answer probes in time"), weight=weight)
@@ -231,12 +235,12 @@ class Prober:
 
 
 def _connect_reason(error: BaseException) -> str:
-    """In plain words. httpx hides the cause below layers of its own, and several addresses may have been tried."""
-    text = " ".join(f"{type(cause).__name__} {cause}" for cause in _causes(error)).lower()
+    """In plain words."""
+    text = " ".join(f"{type(cause).__name__} {cause}" for cause in causes(error)).lower()
     if "refused" in text:
         return _REFUSED
-    if "certificate" in text or "ssl" in text:
-        return "its TLS certificate was not accepted"
+    if no_tls := why_no_tls(error):
+        return no_tls
     if "gaierror" in text or "name or service" in text or "nodename" in text:
         return "its name could not be resolved"
     if "unreachable" in text or "no route" in text:
@@ -249,15 +253,6 @@ def _container_hint(url: str) -> str:
     if urlsplit(url).hostname not in _LOOPBACKS or not Path("/.dockerenv").exists():
         return ""
     return "; inside a container localhost is the container itself: use host.docker.internal or the host's address"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                yield from _causes(inner)
-        error = error.__cause__ or error.__context__
 
 
 def _json(body: bytes) -> Any:

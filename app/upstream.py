@@ -22,9 +22,10 @@ import aiohappyeyeballs
 from aiohappyeyeballs import AddrInfoType
 
 from app.connection import Connection, ConnectionClosed, ConnectionFailed
-from app.domain import Failure
+from app.domain import Failure, NodeSpec
 from app.errors import NodeFailure
 from app.providers.urls import join
+from app.tls import NO_TLS, Trust, UnusableCaFile, not_accepted
 
 # Engines built on uvicorn close idle connections after 5 s; ours must go first, or a request meets a closing socket.
 _KEEPALIVE_SECONDS = 3.5
@@ -54,17 +55,21 @@ class Target:
     The node's key is in the former: never logged.
     """
 
-    __slots__ = ("__weakref__", "_base", "_common", "_heads", "addresses", "host", "idle", "port", "resolved_at", "tls")
+    __slots__ = (
+        *("__weakref__", "_base", "_common", "_heads"),
+        *("addresses", "host", "idle", "port", "resolved_at", "spec", "tls"),
+    )
 
-    def __init__(self, base: str, common: str) -> None:
-        parts = urlsplit(base)
+    def __init__(self, spec: NodeSpec, common: str) -> None:
+        parts = urlsplit(spec.url)
+        self.spec = spec
         self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if self.tls else 80)
         self.addresses: list[AddrInfoType] = []
         self.resolved_at = 0.0
         self.idle: list[Connection] = []
-        self._base = base
+        self._base = spec.url
         self._common = common
         self._heads: dict[str, bytes] = {}
 
@@ -206,11 +211,11 @@ class Upstream:
     How many a node gets is decided by admission; here there is no limit, so that nothing waits unseen.
     """
 
-    def __init__(self, user_agent: str, connect_seconds: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, user_agent: str, connect_seconds: float, trust: Trust) -> None:
         self._connect_seconds = connect_seconds
         headers = ("accept-encoding: identity", "accept: */*", "content-type: application/json")
         self._common = "".join(f"{header}\r\n" for header in (*headers, f"user-agent: {user_agent}"))
-        self._tls = tls
+        self._trust = trust
         self._open: set[Connection] = set()
         self._targets: WeakSet[Target] = WeakSet()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -225,10 +230,10 @@ class Upstream:
             connection.abort()
         self._open.clear()
 
-    def target(self, base: str, api_key: str) -> Target:
+    def target(self, spec: NodeSpec) -> Target:
         """Where to send a node's requests."""
-        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        target = Target(base, self._common + key)
+        key = f"authorization: Bearer {spec.api_key}\r\n" if spec.api_key else ""
+        target = Target(spec, self._common + key)
         self._targets.add(target)
         return target
 
@@ -332,7 +337,9 @@ class Upstream:
                 raise watchdog.failure() from error
             message = f"no connection within {self._connect_seconds:g} s"
             raise NodeFailure(Failure.CONNECT_TIMEOUT, message, sent=False) from error
-        except (OSError, ssl.CertificateError) as error:
+        except UnusableCaFile as error:
+            raise NodeFailure(Failure.CONNECT, str(error), sent=False) from error
+        except OSError as error:
             target.addresses = []
             raise NodeFailure(Failure.CONNECT, _why_no_connection(error), sent=False) from error
         self._open.add(connection)
@@ -340,12 +347,12 @@ class Upstream:
 
     async def _dial(self, target: Target) -> Connection:
         loop = asyncio.get_running_loop()
+        tls = await self._trust.context(target.spec) if target.tls else None
         plug = await aiohappyeyeballs.start_connection(
             await self._addresses(target), happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS, loop=loop
         )
         try:
             plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tls = self._tls_context() if target.tls else None
             _, connection = await loop.create_connection(
                 Connection, sock=plug, ssl=tls, server_hostname=target.host if tls else None
             )
@@ -363,12 +370,6 @@ class Upstream:
             target.resolved_at = loop.time()
         return target.addresses
 
-    def _tls_context(self) -> ssl.SSLContext:
-        """Made when the first node needs it, as loading the system's certificates takes a while."""
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
-
 
 def _literal(host: str, port: int) -> list[AddrInfoType]:
     """The address itself where the host is one; nothing has to be asked then."""
@@ -381,9 +382,11 @@ def _literal(host: str, port: int) -> list[AddrInfoType]:
     return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
 
 
-def _why_no_connection(error: OSError | ssl.CertificateError) -> str:
+def _why_no_connection(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return not_accepted(error)
     if isinstance(error, ssl.SSLError):
-        return "its TLS certificate was not accepted" if isinstance(error, ssl.CertificateError) else "no TLS with it"
+        return NO_TLS
     if isinstance(error, socket.gaierror):
         return "its name could not be resolved"
     return os.strerror(error.errno).lower() if error.errno else "no connection"

@@ -39,6 +39,7 @@ _LOOPBACKS = ("127.0.0.1", "::1")
 _RESOLVE_SECONDS = 2.0
 _BODY_BYTES = 64 * 1024
 _OWN_KEYS = ("name", "kind", "api_key", "weight", "max_concurrency", "vram_gb", "num_ctx")
+_OPERATORS_KEYS = ("speed", "price", "retries", "health_check", "tls_verify", "ca_file")  # not read here, but kept
 
 _NODE = {
     "type": "object",
@@ -185,7 +186,8 @@ class NodeApi:
         earlier = self._membership.find(spec.url)
         if earlier is None:
             return spec
-        return replace(spec, **{key: getattr(earlier.spec, key) for key in (*_OWN_KEYS, "speed") if key not in given})
+        kept = (key for key in (*_OWN_KEYS, *_OPERATORS_KEYS) if key not in given)
+        return replace(spec, **{key: getattr(earlier.spec, key) for key in kept})
 
     async def _check_network(self, url: str) -> None:
         """Raises `Forbidden` unless every address of the node lies in an allowed network."""

@@ -92,7 +92,7 @@ class Asking:
     def _target(self, node: Node) -> Target:
         target = self._targets.get(node)
         if target is None:
-            target = self._targets[node] = self._upstream.target(node.spec.url, node.spec.api_key)
+            target = self._targets[node] = self._upstream.target(node.spec)
         return target
 
     def _limits(self, plan: Plan) -> Limits:

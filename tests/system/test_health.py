@@ -392,7 +392,7 @@ async def test_a_certificate_that_nobody_trusts_is_told_as_such() -> None:
         async with gateway(local_nodes=json.dumps([node]), health_check_interval=0.1) as hearth:
             await hearth.state("n0", "down")
 
-            assert (await hearth.nodes())["n0"]["reason"] == "its TLS certificate was not accepted"
+            assert "its TLS certificate was not accepted" in (await hearth.nodes())["n0"]["reason"]
 
 
 async def test_localhost_inside_a_container_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

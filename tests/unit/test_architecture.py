@@ -22,7 +22,7 @@ ALONE = {
     "pydantic_settings": {"settings.py"},
     "prometheus_client": {"telemetry/metrics.py", "telemetry/tallies.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py", "node_calls.py"},
+    "httpx": {"probes.py", "node_calls.py", "node_clients.py"},
     "uvicorn": {"server.py"},
     "redis": {"sharing/link.py"},
 }
