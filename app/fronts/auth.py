@@ -83,7 +83,7 @@ class Doors:
     def _made(self, token: bytes) -> Caller | None:
         # Found by the plain digest. A guess can be aimed at no digest, so the most that a look-up's time could tell
         # is a part of one, and that finds no key of 256 random bits.
-        return self._book.caller_of(digest_of(token)) if self._book else None
+        return None if self._book is None else self._book.caller_of(digest_of(token))
 
     def check_admin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raises `Unauthorized` or `Forbidden`. Without ADMIN_KEYS only this machine itself may manage."""

@@ -56,20 +56,16 @@ class Key:
     requests_per_minute: int | None
     tokens_per_minute: int | None
 
-    def caller(self, default_rate: Rate | None = None) -> Caller:
-        """Who asks with this key. A limit of its own goes before the one that all keys have."""
-        default = default_rate or Rate()
-        rate = Rate(
-            default.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
-            default.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
-        )
+    def caller(self) -> Caller:
+        """Who asks with this key."""
+        rate = Rate(self.requests_per_minute, self.tokens_per_minute)
         return Caller(
             id=self.id,
             name=self.name,
             routes=self.routes,
             local_only=self.local_only,
             budget=None if self.budget_limit is None else Budget(self.budget_limit, self.budget_period),
-            rate=None if rate == Rate() else rate,
+            rate=rate if any(rate) else None,
         )
 
     def expired(self, now: int) -> bool:
