@@ -108,10 +108,7 @@ class Link:
         if not commands:
             return []
         async with self._asking() as client:
-            pipe = client.pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            return await pipe.execute()
+            return await _ask_all(client, commands)
 
     async def script(self, script: Script, keys: Sequence[Any], args: Sequence[Any] = ()) -> Any:
         """What the script returns. A server that has not seen it yet is sent its text. Raises LinkDown.
@@ -125,6 +122,21 @@ class Link:
                 return await _ask(client, "EVALSHA", script.sha, len(keys), *keys, *args)
             except NoScriptError:
                 return await _ask(client, "EVAL", script.text, len(keys), *keys, *args)
+
+    async def scripts(self, script: Script, calls: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+        """What the script returns for each of these keys and arguments, in one round trip. Raises LinkDown.
+
+        Some may have run although LinkDown is raised.
+        """
+        from redis.exceptions import NoScriptError
+
+        commands = [("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls]
+        async with self._asking() as client:
+            try:
+                return await _ask_all(client, commands)
+            except NoScriptError:
+                await _ask(client, "SCRIPT", "LOAD", script.text)
+                return await _ask_all(client, commands)
 
     async def publish(self, channel: str, message: bytes) -> None:
         """Sends the message to whoever listens now. Raises LinkDown."""
@@ -277,6 +289,14 @@ class Link:
 
 async def _ask(client: Redis, *command: Any) -> Any:
     return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+async def _ask_all(client: Redis, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    pipe = client.pipeline(transaction=False)
+    for command in commands:
+        pipe.execute_command(*command)
+    answers: list[Any] = await pipe.execute()
+    return answers
 
 
 async def _close(pubsub: PubSub) -> None:
