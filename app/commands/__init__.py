@@ -33,4 +33,5 @@ COMMANDS = {
         "[--SETTING VALUE ...]",
         "start the gateway; every setting of .env.example is a flag too (--port 9000)",
     ),
+    "keys": Command("app.commands.keys", "COMMAND", "create, list, rotate, disable and enable API keys"),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import RowMapping, Select, case, func, insert, or_, select, update
@@ -93,6 +93,10 @@ class KeyBook:
         if known.expires_at is not None and known.expires_at <= self._clock():
             raise Unauthorized("this API key has expired")
         return known.caller
+
+    def callers(self) -> Sequence[Caller]:
+        """Whoever may ask with a key, as last read; those whose key is disabled or has expired too."""
+        return [known.caller for known in self._known.values()]
 
     async def create(self, name: str, traits: Traits | None = None) -> tuple[Key, str]:
         """A new key, and its secret, which is kept nowhere. Raises `InvalidRequest` or `KeyNameTaken`."""
@@ -193,6 +197,8 @@ _STATE: Select[int, int] = select(func.count(), func.coalesce(func.sum(keys.c.ch
 
 
 async def _row(connection: AsyncConnection, name: str) -> RowMapping:
+    if not name.isprintable():  # which not every database takes
+        raise KeyNotFound(name)
     # No name looks like an id, so that there is one at most.
     found = await connection.execute(select(keys).where(or_(keys.c.id == name, keys.c.name == name)))
     row = found.mappings().first()
