@@ -41,9 +41,9 @@ _LIFETIME_MS = int(ALIVE_SECONDS * 1000)
 
 
 def new_instance_id() -> str:
-    """A name for this process that no other has, before or after. Safe for logs and the ledger."""
-    # Two numbers are not enough: the first process of a container has the same one after each start.
-    return f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+    """A name for this process that no other has, before or after; at most 32 characters, safe for logs."""
+    # Host and number are not enough: the first process of a container has the same ones after each start.
+    return f"{socket.gethostname()[:16]}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 class Presence:

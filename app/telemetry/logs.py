@@ -120,9 +120,9 @@ def _is_console(form: str) -> bool:
     return form == "console" or (form == "auto" and sys.stderr.isatty())
 
 
-def open_writer() -> LineWriter:
-    """A writer on standard error that is emptied when the process ends."""
-    writer = LineWriter(sys.stderr.buffer)
+def open_writer(stream: BinaryIO | None = None) -> LineWriter:
+    """A writer on the stream, or on standard error, that is emptied when the process ends."""
+    writer = LineWriter(stream or sys.stderr.buffer)
     atexit.register(writer.close)
     return writer
 
