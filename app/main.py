@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -46,6 +46,9 @@ from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
 from app.routing.routes import Routes
 from app.settings import Settings, load_settings
+from app.sharing.fleet import Fleet
+from app.sharing.link import Link
+from app.sharing.presence import new_instance_id
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
 from app.telemetry.report import Reporter
@@ -73,8 +76,12 @@ class Phase:
     closing: bool = False
 
 
-def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
-    """The whole gateway as an ASGI app. Opens nothing before its lifespan begins."""
+def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes: bool = True) -> FastAPI:
+    """The whole gateway as an ASGI app. Opens nothing before its lifespan begins.
+
+    Of several processes with one nodes file only one `keeps_nodes`; the others read it.
+    """
+    instance_id = new_instance_id()
     sink = sink or open_writer()
     log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
@@ -105,6 +112,18 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         on_trouble=log.warning,
         on_leave=links.drop,
     )
+    link = Link(settings.redis_url.get_secret_value(), log.warning) if settings.redis_url else None
+    fleet = None
+    if link is not None:
+        fleet = Fleet(
+            link,
+            registry,
+            membership,
+            instance_id,
+            declared=settings.local_node_specs(),
+            on_freed=admission.freed,
+            on_trouble=log.warning,
+        )
     choice = Choice(POLICIES[settings.lb_strategy](), admission, metrics, settings.first_token_timeout)
     asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
     dispatcher = Dispatcher(
@@ -122,11 +141,12 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(upstream, calls, prober, membership, links),
+        lifespan=_lifespan(upstream, calls, prober, membership, links, keeps_nodes, link, fleet),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
     app.state.phase = phase
+    app.state.instance_id = instance_id
     models = Models(registry, routes, int(time.time()))
     app.include_router(control_routes(registry, models, doors, metrics.render, CONTENT_TYPE))
     for router in NodeApi(
@@ -162,15 +182,26 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     return app
 
 
-def _lifespan(upstream: Upstream, calls: NodeCalls, prober: Prober, membership: Membership, links: Links) -> Any:
+def _lifespan(
+    upstream: Upstream,
+    calls: NodeCalls,
+    prober: Prober,
+    membership: Membership,
+    links: Links,
+    keeps_nodes: bool,
+    link: Link | None,
+    fleet: Fleet | None,
+) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream, calls:
+        async with upstream, calls, link or nullcontext():
             await membership.restore()
-            background = [
-                asyncio.create_task(prober.run(), name="probes"),
-                asyncio.create_task(membership.keep(), name="node store"),
-            ]
+            background = [asyncio.create_task(prober.run(), name="probes")]
+            if keeps_nodes:
+                background.append(asyncio.create_task(membership.keep(), name="node store"))
+            if fleet is not None:
+                await fleet.start()
+                background.append(asyncio.create_task(fleet.run(), name="fleet"))
             # A moment for the first look at the nodes, so that the first request finds them; they need not be up.
             with suppress(TimeoutError):
                 await asyncio.wait_for(prober.first_round.wait(), _FIRST_PROBES_SECONDS)
