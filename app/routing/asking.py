@@ -72,7 +72,7 @@ class Asking:
             over = not data or answer.ended
         if over:
             held.append(answer.finish())
-        response.began()
+        response.began(stream=plan.request.stream)
         attempt.answering()
         plan.committed = True
         plan.trail.first_content = time.perf_counter()
