@@ -180,7 +180,8 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         if now - self._heard_at < _REST_SECONDS and self._rest is None and self._transport is not None:
             self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
-            self._transport.pause_reading()
+            if not self._paused:
+                self._transport.pause_reading()
         self._heard_at = now
 
     def _rested(self) -> None:
