@@ -97,6 +97,11 @@ class RequestRefused(HearthError):
         self.logged = ""
         self.source = "node"
 
+    @property
+    def too_long(self) -> bool:
+        """The prompt does not fit into the model's context on that node."""
+        return self.code == "context_length_exceeded"
+
 
 class Unavailable(HearthError):
     """Nothing can serve the request now."""
@@ -173,7 +178,13 @@ class AllAttemptsFailed(HearthError):
 
 
 # These failures are told in the node's own words.
-_TOLD_BY_NODES = (Failure.BUSY, Failure.SERVER_ERROR, Failure.MODEL_MISSING, Failure.ERROR_EVENT)
+_TOLD_BY_NODES = (
+    Failure.BUSY,
+    Failure.SERVER_ERROR,
+    Failure.MODEL_MISSING,
+    Failure.CONTEXT_TOO_SMALL,
+    Failure.ERROR_EVENT,
+)
 
 
 class NodeFailure(Exception):

@@ -135,6 +135,7 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         request_seconds=settings.request_timeout,
         pairs=Pairs(choice, asking, links, _leaks(metrics, log)) if settings.serving_strategy == "DistServe" else None,
         suspect=prober.suspect,
+        on_missing=reporter.advice.missing,
     )
     doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
     app = FrontDoor(

@@ -74,6 +74,9 @@ class Inference:
             await exchange.refuse(error)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            exchange.cut(_shutting_down())  # by the server: what the client does ends with the watch
+            raise
         except Exception:
             self._on_bug(exchange.id, traceback.format_exc())
             await exchange.refuse(HearthError("Hearth itself failed; its log says why under this request's id"))
@@ -87,7 +90,7 @@ class Inference:
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST")
         if self._closing():
-            raise Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
+            raise _shutting_down()
         self._doors.check_client(headers)
         _check_media_type(headers)
         body = await read_body(receive, headers.get(b"content-length"), self._max_body_bytes)
@@ -151,6 +154,10 @@ class _Exchange:
         watch.done()
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
+    def cut(self, error: HearthError) -> None:
+        """Takes note that the request was ended from outside, with no chance to say so."""
+        self.error, self.outcome = error, Outcome.FAILED
+
     async def refuse(self, error: HearthError) -> None:
         """Answers with an error, unless an answer has begun."""
         self.error = error
@@ -177,6 +184,10 @@ class _Exchange:
         if trail.fallback:
             headers.append((b"x-hearth-fallback", trail.fallback.encode()))
         return headers
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
 
 
 async def _in_time(exchange: _Exchange, reply: Reply, watch: ClientWatch) -> None:

@@ -98,4 +98,5 @@ class Kind:
     probe: Probe
     signatures: tuple[Signature, ...] = field(default=())
     cloud: bool = False
+    takes_num_ctx: bool = False  # a request says how large the context is to be
     names_have_tags: bool = False  # Ollama's model names: `m` = `m:latest`, case-insensitive

@@ -99,5 +99,6 @@ KIND = Kind(
     ),
     # A node is Ollama when both hold: other servers have one of the two.
     signatures=(Signature("/api/version", _is_version), Signature("/api/tags", _is_tags)),
+    takes_num_ctx=True,
     names_have_tags=True,
 )

@@ -149,7 +149,7 @@ class Choice:
         trail.node, trail.tier, trail.model = candidate.node.name, candidate.node.spec.tier, candidate.model
         trail.candidates = candidates
         trail.tried += 1
-        if plan.failures:
+        if plan.failures and not plan.repeats(candidate):
             trail.fallback = plan.failures[-1][1].failure
         elif candidate.node.cloud and plan.route.local is not None:
             trail.fallback = "no_local_node" if plan.overloaded is None else "overloaded"

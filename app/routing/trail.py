@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from app.domain import AttemptRecord, Usage
 
 
+EVENT = b"data: "  # begins every event of a stream
+
+
 @dataclass(slots=True)
 class Trail:
     """Filled in as the request goes on. Times are seconds on the monotonic clock."""
@@ -23,11 +26,16 @@ class Trail:
     candidates: int = 0  # how many could serve when it was chosen
     queued_seconds: float = 0.0
     first_content: float | None = None
+    events: int = 0  # of a stream, that were sent on; each has about one token
+    document_bytes: int = 0  # of an answer that is no stream
     cost: int = 0  # micro-dollars, of all attempts
     attempts: list[AttemptRecord] = field(default_factory=list)
     tried: int = 0
     usage: Usage | None = None
     finish_reason: str | None = None
+    num_ctx: int | None = None  # the route's
+    context_filled: int | None = None  # tokens, where the prompt filled the context: some of it was probably cut off
+    dropped_events: int = 0  # of the node's stream, which could not be read
 
     _row: str = ""
 
@@ -37,6 +45,17 @@ class Trail:
         if not self._row:
             self._row = f"{random.getrandbits(96):024x}"
         return self._row
+
+    @property
+    def routed(self) -> bool:
+        return bool(self.route)
+
+    def began(self, first: bytes, *, stream: bool) -> None:
+        """Takes the first content."""
+        if stream:
+            self.events = first.count(EVENT)
+        else:
+            self.document_bytes = len(first)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started

@@ -7,6 +7,7 @@ from typing import Any
 from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
 from app.errors import HearthError, NodeFailure
 from app.routing.trail import Trail
+from app.telemetry.advice import Advice
 from app.telemetry.logs import Logger, RequestLine
 from app.telemetry.metrics import Metrics
 
@@ -21,6 +22,7 @@ class Reporter:
         self._log = log
         self._metrics = metrics
         self._policy = policy
+        self.advice = Advice(log)
 
     def __call__(
         self,
@@ -34,6 +36,8 @@ class Reporter:
         trail.route = trail.route or UNROUTED
         self._metrics.request(operation, trail, outcome)
         fields = self._fields(request, request_id, operation, trail, outcome, error)
+        if trail.context_filled is not None:
+            self.advice.filled(trail)
         self._line("warning" if outcome is Outcome.FAILED else "info", fields)
 
     def bug(self, request_id: str, trace: str) -> None:
@@ -72,6 +76,10 @@ class Reporter:
             fields |= {"tokens_in": trail.usage.prompt_tokens, "tokens_out": trail.usage.completion_tokens}
             if trail.usage.cached_tokens:
                 fields["tokens_cached"] = trail.usage.cached_tokens
+        if trail.context_filled is not None:
+            fields["context_filled"] = trail.context_filled
+        if trail.dropped_events:
+            fields["dropped_events"] = trail.dropped_events
         if trail.finish_reason is not None:
             fields["finish_reason"] = trail.finish_reason
         if error is not None:
