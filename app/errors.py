@@ -6,6 +6,8 @@ dialect. `NodeFailure` is why one attempt failed; clients see it only inside the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.domain import Failure
 
 
@@ -131,9 +133,12 @@ class RateLimited(HearthError):
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+    def __init__(
+        self, message: str, *, retry_after_seconds: float, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.headers = headers
 
 
 class SpendingRefused(HearthError):
@@ -157,6 +162,10 @@ class LedgerUnavailable(HearthError):
     status = 503
     type = "server_error"
     code = "ledger_unavailable"
+
+
+class LedgerRefused(LedgerUnavailable):
+    """The ledger's database works, and does not take these values. To try again is of no use."""
 
 
 class AllAttemptsFailed(HearthError):
