@@ -76,6 +76,11 @@ class Node:
         return self.kind
 
     @property
+    def in_flight_everywhere(self) -> int:
+        """Requests of this and all other replicas, these as they last said."""
+        return self.in_flight + self.others_in_flight
+
+    @property
     def full(self) -> bool:
         """Whether `max_concurrency` requests are in flight, with those of other replicas.
 
