@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from fastapi import FastAPI
@@ -23,10 +23,14 @@ from app.domain import NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
 from app.fronts.door import FrontDoor
+from app.fronts.keys import KeyApi
 from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
-from app.fronts.openai import Inference
+from app.fronts.openai import Inference, Report
 from app.fronts.openapi import documented
+from app.fronts.turnstile import Turnstile
+from app.fronts.usage import UsageApi
+from app.ledger.estimates import TokenEstimator
 from app.node_calls import NodeCalls
 from app.probes import Prober
 from app.providers import KINDS, detect_order
@@ -47,6 +51,7 @@ from app.routing.retry import Retry
 from app.routing.routes import Routes
 from app.settings import Settings, load_settings
 from app.sharing.fleet import Fleet
+from app.sharing.limits import Limits
 from app.sharing.link import Link
 from app.sharing.presence import new_instance_id
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
@@ -54,6 +59,9 @@ from app.telemetry.metrics import CONTENT_TYPE, Metrics
 from app.telemetry.report import Reporter
 from app.tls import Trust
 from app.upstream import Upstream
+
+if TYPE_CHECKING:
+    from app.treasury import Treasury
 
 _FIRST_PROBES_SECONDS = 1.0
 _TELEMETRY_OFF: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False}
@@ -124,7 +132,25 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
             on_freed=admission.freed,
             on_trouble=log.warning,
         )
-    choice = Choice(POLICIES[settings.lb_strategy](), admission, metrics, settings.first_token_timeout)
+    estimator = TokenEstimator()
+    limits = Limits(link)
+    treasury = _treasury(
+        settings,
+        registry=registry,
+        routes=routes,
+        link=link,
+        instance=instance_id,
+        alive=fleet.alive if fleet else None,
+        estimator=estimator,
+        on_trouble=log.warning,
+    )
+    choice = Choice(
+        POLICIES[settings.lb_strategy](),
+        admission,
+        metrics,
+        settings.first_token_timeout,
+        purse=treasury.purse if treasury else None,
+    )
     asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
     dispatcher = Dispatcher(
         registry=registry,
@@ -137,17 +163,22 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         suspect=prober.suspect,
         on_missing=reporter.advice.missing,
     )
-    doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
+    doors = Doors(
+        Keyring(_plain(settings.api_keys), rate=settings.default_rate()),
+        Keyring(_plain(settings.admin_keys), "admin", "ADMIN_KEYS"),
+        treasury.keys if treasury else None,
+    )
     app = FrontDoor(
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(upstream, calls, prober, membership, links, keeps_nodes, link, fleet),
+        lifespan=_lifespan(upstream, calls, prober, membership, links, keeps_nodes, link, fleet, limits, treasury),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
     app.state.phase = phase
     app.state.instance_id = instance_id
+    app.state.fleet = fleet
     models = Models(registry, routes, int(time.time()))
     app.include_router(control_routes(registry, models, doors, metrics.render, CONTENT_TYPE))
     for router in NodeApi(
@@ -163,15 +194,27 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         links=links,
     ).routers():
         app.include_router(router)
+    app.include_router(KeyApi(treasury.keys if treasury else None, doors).router())
+    app.include_router(
+        UsageApi(
+            doors=doors,
+            books=treasury.books if treasury else None,
+            accounts=treasury.accounts if treasury else (),
+            on_reconciled=treasury.reconciled if treasury else None,
+        ).router()
+    )
+    turnstile = Turnstile(limits, estimator.estimate_prompt)
+    reports: list[Report] = [treasury.bookkeeper, reporter] if treasury else [reporter]
     for path, operation in _ROUTES.items():
         endpoint = Inference(
             operation,
             dispatcher=dispatcher,
             doors=doors,
-            report=reporter,
+            reports=reports,
             on_bug=reporter.bug,
             max_body_bytes=int(settings.max_body_mb * 2**20),
             closing=lambda: phase.closing,
+            turnstile=turnstile,
         )
         # People write base_url with and without /v1. A redirect would lose the body.
         for prefix in ("/v1", ""):
@@ -192,10 +235,12 @@ def _lifespan(
     keeps_nodes: bool,
     link: Link | None,
     fleet: Fleet | None,
+    limits: Limits,
+    treasury: Treasury | None,
 ) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream, calls, link or nullcontext():
+        async with upstream, calls, link or nullcontext(), limits, treasury or nullcontext():
             await membership.restore()
             background = [asyncio.create_task(prober.run(), name="probes")]
             if keeps_nodes:
@@ -261,8 +306,17 @@ def _migration(settings: Settings) -> Migration:
     )
 
 
-def _keyring(keys: tuple[SecretStr, ...]) -> Keyring:
-    return Keyring(key.get_secret_value() for key in keys)
+def _treasury(settings: Settings, **parts: Any) -> Treasury | None:
+    url = settings.database()
+    if url is None:
+        return None
+    from app.treasury import Treasury
+
+    return Treasury(settings, url, **parts)
+
+
+def _plain(keys: tuple[SecretStr, ...]) -> list[str]:
+    return [key.get_secret_value() for key in keys]
 
 
 def _with_cors(endpoint: ASGIApp, settings: Settings) -> ASGIApp:

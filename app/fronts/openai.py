@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 
 from app.domain import Operation, Outcome, Request, tier_name
-from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NodeFailure, Unavailable, UnsupportedMediaType
+from app.errors import (
+    HearthError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NodeFailure,
+    RateLimited,
+    Unavailable,
+    UnsupportedMediaType,
+)
 from app.fronts.asgi import (
     ClientGone,
     ClientWatch,
@@ -23,8 +31,9 @@ from app.fronts.asgi import (
     request_id,
     send_json,
 )
-from app.fronts.auth import Doors
+from app.fronts.auth import Doors, check_route
 from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers
+from app.fronts.turnstile import Turnstile
 from app.routing.dispatch import Dispatcher
 from app.routing.reply import Reply
 from app.routing.trail import Trail
@@ -47,18 +56,20 @@ class Inference:
         *,
         dispatcher: Dispatcher,
         doors: Doors,
-        report: Report,
+        reports: Sequence[Report],
         on_bug: Callable[[str, str], None],
         max_body_bytes: int,
         closing: Callable[[], bool],
+        turnstile: Turnstile,
     ) -> None:
         self._operation = operation
         self._dispatcher = dispatcher
         self._doors = doors
-        self._report = report
+        self._reports = reports
         self._on_bug = on_bug
         self._max_body_bytes = max_body_bytes
         self._closing = closing
+        self._turnstile = turnstile
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(headers_of(scope), send)
@@ -81,9 +92,10 @@ class Inference:
             self._on_bug(exchange.id, traceback.format_exc())
             await exchange.refuse(HearthError("Hearth itself failed; its log says why under this request's id"))
         finally:
-            self._report(
-                exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error
-            )
+            if exchange.limits:
+                self._leave(exchange)
+            for report in self._reports:
+                report(exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error)
 
     async def _read(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Request:
         headers = exchange.headers
@@ -91,7 +103,7 @@ class Inference:
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST")
         if self._closing():
             raise _shutting_down()
-        self._doors.check_client(headers)
+        caller = self._doors.check_client(headers)
         _check_media_type(headers)
         body = await read_body(receive, headers.get(b"content-length"), self._max_body_bytes)
         fields = decode(body)
@@ -108,16 +120,37 @@ class Inference:
             include_usage=stream and options.get("include_usage") is True,
             local_only=_said(scope, headers, b"x-hearth-local-only"),
             reasoning_content=_said(scope, headers, b"x-hearth-reasoning-content"),
+            caller=caller,
             forwarded=_forwarded(headers, exchange.id),
         )
         exchange.request = request
+        if caller.routes:
+            check_route(caller, request.model)
+        if caller.rate is not None:
+            exchange.counted_tokens, exchange.limits = self._turnstile.enter(request, caller.rate)
         return request
+
+    def _leave(self, exchange: _Exchange) -> None:
+        request = exchange.request
+        if request is not None and request.caller.rate is not None:
+            self._turnstile.leave(request, request.caller.rate, exchange.counted_tokens, exchange.trail.usage)
 
 
 class _Exchange:
     """One request and what has been answered to it so far."""
 
-    __slots__ = ("_send", "error", "headers", "id", "outcome", "request", "started", "trail")
+    __slots__ = (
+        "_send",
+        "counted_tokens",
+        "error",
+        "headers",
+        "id",
+        "limits",
+        "outcome",
+        "request",
+        "started",
+        "trail",
+    )
 
     def __init__(self, headers: dict[bytes, bytes], send: Send) -> None:
         self.trail = Trail()
@@ -127,6 +160,8 @@ class _Exchange:
         self.outcome = Outcome.ABANDONED  # until something else is known
         self.error: HearthError | NodeFailure | None = None
         self.started = False
+        self.counted_tokens = 0  # against the caller's limit, before anybody knew
+        self.limits: Headers = []  # how the caller stands
         self._send = send
 
     async def relay(self, reply: Reply, watch: ClientWatch) -> None:
@@ -166,6 +201,8 @@ class _Exchange:
         if self.started:
             return
         self.started = True
+        if isinstance(error, RateLimited):
+            self.limits = list(error.headers)
         headers = [*self._served_by(), *error_headers(error)]
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
@@ -183,6 +220,8 @@ class _Exchange:
             ]
         if trail.fallback:
             headers.append((b"x-hearth-fallback", trail.fallback.encode()))
+        if self.limits:
+            headers += self.limits
         return headers
 
 

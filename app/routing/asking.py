@@ -66,8 +66,6 @@ class Asking:
         while not (answer.begun or over):
             data = await response.read()
             if data:
-                if attempt.reservation is not None:
-                    attempt.reservation.heard(data)
                 held.append(answer.feed(data))
             over = not data or answer.ended
         if over:
@@ -75,8 +73,10 @@ class Asking:
         response.began(stream=plan.request.stream)
         attempt.answering()
         plan.committed = True
+        first = b"".join(held)
         plan.trail.first_content = time.perf_counter()
-        return Reply(attempt, response, answer, plan.trail, b"".join(held), over=over, deadline=plan.deadline)
+        plan.trail.began(first, stream=plan.request.stream)
+        return Reply(attempt, response, answer, plan.trail, first, over=over, deadline=plan.deadline)
 
     def call(self, plan: Plan, candidate: Candidate) -> Call:
         """What an attempt on this candidate asks for."""

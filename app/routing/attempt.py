@@ -79,7 +79,7 @@ class Attempt:
         if outcome is Outcome.OK:  # a failure is often fast, and must not make its node look so
             node.latencies.append(ms / 1000)
         if self.reservation is not None:
-            self.reservation.settle(outcome, failure, self._trail.usage)
+            self.reservation.settle(outcome, failure, self._trail)
         why, message = (None, "") if failure is None else (failure.failure, failure.summary)
         record = AttemptRecord(node.name, node.spec.tier, outcome, why, message, ms)
         self._trail.attempts.append(record)

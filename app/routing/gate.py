@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from app.domain import Outcome, Request, Usage
+from app.domain import Outcome, Request
 from app.errors import NodeFailure
 from app.routing.registry import Candidate
 from app.routing.routes import Route
@@ -17,12 +17,8 @@ class Reservation(Protocol):
 
     output_limit: int | None  # the longest answer that it pays for, in tokens, where the client set no limit
 
-    def heard(self, data: bytes) -> None:
-        """Takes the node's bytes, to guess what an answer cost that was not read to its end."""
-        ...
-
-    def settle(self, outcome: Outcome, failure: NodeFailure | None, usage: Usage | None) -> None:
-        """Replaces it by what the attempt came to."""
+    def settle(self, outcome: Outcome, failure: NodeFailure | None, trail: Trail) -> None:
+        """Replaces it by what the attempt came to, by the trail's usage or, without one, its events."""
         ...
 
     def release(self) -> None:

@@ -108,6 +108,9 @@ class Plan:
     def has_cloud(self) -> bool:
         return bool(self._registry.cloud())
 
+    def cloud_nodes(self) -> list[Node]:
+        return self._registry.cloud()
+
     def last_resort(self) -> list[Candidate]:
         """Local nodes that are up but under suspicion: still loading, or failing although probes say that they are up.
 

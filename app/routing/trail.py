@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from app.domain import AttemptRecord, Usage
 
-
 EVENT = b"data: "  # begins every event of a stream
 
 

@@ -121,7 +121,7 @@ def _none_available(plan: Plan) -> Unavailable:
 
 
 def _local_state(plan: Plan) -> str:
-    nodes = plan.local_nodes()
+    nodes = plan.local_nodes() or (plan.cloud_nodes() if plan.route.local is None else [])
     if not nodes:
         return "no local node is configured; set LOCAL_NODES"
     return "; ".join(f"{node.name}: {_why_not(node)}" for node in nodes)

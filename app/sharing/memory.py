@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from app.domain import Period
@@ -141,6 +141,13 @@ class MemoryMeter:
         self._holding.clear()
         self._empty_at.clear()
 
+    def look_again(self, accounts: Iterable[Account], at: int) -> None:
+        """Reads the ledger anew for these accounts' pools when they are next asked for."""
+        for account in accounts:
+            pool = pool_of(account, at)
+            if pool in self._pools:
+                self._drop(pool)
+
     async def _seed(self, pool: Pool) -> None:
         if pool not in self._pools:
             async with self._reading.at(pool):
@@ -201,14 +208,14 @@ class MemoryMeter:
         self._empty_at[key] = max(self._empty_at.get(key, 0.0), now) + amount * MINUTE_MS / part.limit
 
     def _correct(self, hold: Hold, difference: int) -> None:
-        now = self._clock()
         for flow in hold.flows:
             for part in parts_of(flow):
-                key = (part.scope, "tokens")
-                if part.kind != "tokens" or part.limit <= 0 or not difference or key not in self._empty_at:
+                if part.kind != "tokens" or part.limit <= 0:
                     continue
-                begin = max(self._empty_at[key], now) if difference > 0 else self._empty_at[key]
-                self._empty_at[key] = begin + difference * MINUTE_MS / part.limit
+                if difference > 0:
+                    self._fill(part, difference, self._clock())
+                elif (part.scope, part.kind) in self._empty_at:
+                    self._empty_at[part.scope, part.kind] += difference * MINUTE_MS / part.limit
 
     def _hold(self, pool: Pool, hold_id: str, amount: int) -> None:
         self._pools[pool].hold(hold_id, amount)
@@ -226,8 +233,11 @@ class MemoryMeter:
             return
         self._next_sweep = now + _SWEEP_MS
         for pool in [pool for pool in self._pools if pool.end + _KEPT_MS < now]:
-            for hold_id in self._pools.pop(pool).holds:
-                pools = self._holding[hold_id]
-                pools.discard(pool)
-                if not pools:
-                    del self._holding[hold_id]
+            self._drop(pool)
+
+    def _drop(self, pool: Pool) -> None:
+        for hold_id in self._pools.pop(pool).holds:
+            pools = self._holding[hold_id]
+            pools.discard(pool)
+            if not pools:
+                del self._holding[hold_id]

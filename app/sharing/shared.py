@@ -12,7 +12,7 @@ server is back. The ledger has it all, and the pools are set right from it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Self
 
@@ -114,16 +114,20 @@ class SharedMeter:
             pass
         return await self._fallback.spent(account, at)
 
+    def look_again(self, accounts: Iterable[Account], at: int) -> None:
+        """Has these accounts' pools compared with the ledger soon."""
+        self._doubtful.update(_key(pool_of(account, at)) for account in accounts)
+
     async def reconcile(self) -> int:
         """Compares the pools that are due with the ledger; returns how many. Raises LinkDown, and what reading raises.
 
         Each is taken by one process of all.
         """
         await self._tell_doubts()
-        due = await self._link.script(TAKE_DUE, [_DUE], [self._now(), _LOOKED_AT, _CLAIMED_MS])
+        began, *due = await self._link.script(TAKE_DUE, [_DUE], [self._now(), _LOOKED_AT, _CLAIMED_MS])
         for key in due:
             pool = _pool(key.decode())
-            await self._set(pool, await self._read_spent(pool.scope, pool.start), making=False)
+            await self._set(pool, await self._read_spent(pool.scope, pool.start), began)
         return len(due)
 
     async def _reserve(self, hold: Hold) -> Refusal | None:
@@ -170,19 +174,12 @@ class SharedMeter:
         async with self._seeding.at(key):
             # Another task may have had its turn before.
             if not await self._link.call("EXISTS", key):
-                await self._set(pool, await self._read_spent(pool.scope, pool.start), making=True)
+                await self._set(pool, await self._read_spent(pool.scope, pool.start))
 
-    async def _set(self, pool: Pool, spent: Spent, *, making: bool) -> None:
-        doubted_ms = _NEW_MS if making else _DOUBTED_MS
-        args: list[Any] = [
-            self._now(),
-            int(making),
-            spent.settled,
-            pool.end + _KEPT_MS,
-            _GRACE_MS,
-            doubted_ms,
-            _OPEN_MS,
-        ]
+    async def _set(self, pool: Pool, spent: Spent, began: bytes = b"") -> None:
+        """Makes the pool, or sets it right if the comparison that `began` then is still ours."""
+        again_ms = _DOUBTED_MS if began else _NEW_MS
+        args: list[Any] = [self._now(), began, spent.settled, pool.end + _KEPT_MS, _GRACE_MS, again_ms, _OPEN_MS]
         for hold_id, amount in spent.open.items():
             args += [hold_id, amount]
         await self._link.script(SET, [_DUE, _key(pool), *map(_settled, spent.open)], args)
