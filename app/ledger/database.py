@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from sqlalchemy import URL, Connection, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from app.errors import LedgerUnavailable
+from app.ledger.sqlite_thread import Execute, SqliteThread
 
 _POSTGRES = re.compile(r"postgres(ql)?(\+\w+)?(?=://)", re.IGNORECASE)
 _SQLITE = re.compile(r"sqlite(\+\w+)?://", re.IGNORECASE)
@@ -23,6 +25,8 @@ _BUSY_SECONDS = 5.0  # that a writer waits for another process's
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
 _EXAMPLES = "a URL such as sqlite:///data/hearth.db or postgresql://hearth@localhost/hearth is needed"
+_REFUSALS_OF_SQLITE = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
+_REFUSALS_OF_POSTGRES = ("22", "23")  # classes of SQLSTATE: values, and what tables ask of them
 _MIGRATION_LOCK = 0x48656172  # any number that no other program takes
 
 
@@ -44,11 +48,17 @@ class Database(Protocol):
         """The first connection. Raises as the driver does."""
         ...
 
+    async def write(self, engine: AsyncEngine, work: Callable[[Execute], None]) -> None:
+        """Does the work as one transaction, in the way that costs least."""
+        ...
+
+    async def close(self) -> None: ...
+
     async def lock(self, connection: AsyncConnection) -> None:
         """Keeps every other process from migrating until the transaction's end."""
         ...
 
-    def blames_values(self, error: DBAPIError) -> bool:
+    def blames_values(self, error: Exception) -> bool:
         """Whether the statement failed by its values, and would fail again."""
         ...
 
@@ -65,13 +75,14 @@ def database(url: str) -> Database:
 class _Sqlite:
     """A file of its own: any number of readers, and one writer at a time."""
 
-    errors: tuple[type[Exception], ...] = (OSError,)
+    errors: tuple[type[Exception], ...] = (OSError, sqlite3.Error)
 
     def __init__(self, url: str) -> None:
         path = _parsed(url).database
         if not path or path == ":memory:":
             raise LedgerUnavailable(f"DATABASE_URL: {_EXAMPLES}; off keeps nothing")
         self._path = Path(path)
+        self._thread: SqliteThread | None = None
         self.name = f"sqlite:///{path}"
 
     def prepare(self) -> None:
@@ -110,11 +121,22 @@ class _Sqlite:
                     raise
             await asyncio.sleep(0.02)
 
+    async def write(self, engine: AsyncEngine, work: Callable[[Execute], None]) -> None:
+        if self._thread is None:
+            self._thread = SqliteThread(self._path, _BUSY_SECONDS)
+        await self._thread.transaction(work)
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.close()
+
     async def lock(self, connection: AsyncConnection) -> None:
         """A transaction that writes has the file for itself from its beginning."""
 
-    def blames_values(self, error: DBAPIError) -> bool:
-        return isinstance(error, DataError)
+    def blames_values(self, error: Exception) -> bool:
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        return isinstance(cause, _REFUSALS_OF_SQLITE)
 
     @staticmethod
     def _on_connect(connection: Any, record: object) -> None:
@@ -159,13 +181,19 @@ class _Postgres:
         async with engine.connect():
             """The login is all that may fail."""
 
+    async def write(self, engine: AsyncEngine, work: Callable[[Execute], None]) -> None:
+        async with engine.begin() as connection:
+            await connection.run_sync(lambda sync: work(sync.exec_driver_sql))
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
     async def lock(self, connection: AsyncConnection) -> None:
         await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
 
-    def blames_values(self, error: DBAPIError) -> bool:
-        state = getattr(error.orig, "sqlstate", None)
-        # Class 22 is about values. Without a code, the driver could not even encode them.
-        return isinstance(error, DataError) or bool(state and state.startswith("22"))
+    def blames_values(self, error: Exception) -> bool:
+        state = getattr(error.orig, "sqlstate", None) if isinstance(error, DBAPIError) else None
+        return state is not None and state[:2] in _REFUSALS_OF_POSTGRES
 
 
 def _parsed(url: str) -> URL:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, bindparam, false, literal_column, update
+from sqlalchemy import Table, bindparam, false, literal_column, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.ledger.rows import Batch, RequestRow, Settlement, SpendRow
+from app.ledger.sqlite_thread import Execute
 from app.ledger.tables import requests, spend
+
+_Row = TypeVar("_Row", RequestRow, SpendRow, Settlement)
 
 
 class Statements:
@@ -40,13 +43,30 @@ class Statements:
         self._settle, order = _compiled(settling, dialect)
         self._arrange = itemgetter(*(("row", *Settlement._fields[1:]).index(name) for name in order))
 
-    def write(self, connection: Connection, batch: Batch) -> None:
+    def write(self, batch: Batch, execute: Execute) -> None:
         if batch.opened:
-            connection.exec_driver_sql(self._open, list(batch.opened))
+            execute(self._open, list(batch.opened))
         if batch.settled:
-            connection.exec_driver_sql(self._settle, [self._arrange(row) for row in batch.settled])
+            execute(self._settle, [self._arrange(row) for row in batch.settled])
         if batch.requests:
-            connection.exec_driver_sql(self._requests, list(batch.requests))
+            execute(self._requests, list(batch.requests))
+
+    def fitting(self, batch: Batch) -> Batch:
+        """The same rows, with texts that every database takes."""
+        return Batch(
+            [_fitting(row, requests) for row in batch.requests],
+            [_fitting(row, spend) for row in batch.opened],
+            [_fitting(row, spend) for row in batch.settled],
+        )
+
+
+def _fitting(row: _Row, table: Table) -> _Row:
+    changed: dict[str, Any] = {}
+    for name, value in row._asdict().items():
+        if isinstance(value, str):
+            text = value.encode(errors="replace").decode().replace("\0", "")
+            changed[name] = text[: getattr(table.c[name].type, "length", None)]
+    return row._replace(**changed)
 
 
 def _compiled(statement: Any, dialect: Any) -> tuple[str, list[str]]:

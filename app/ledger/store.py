@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Self
 
 from sqlalchemy import case, func, select, true, update
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import ColumnElement, Update
 
@@ -60,6 +61,7 @@ class Store:
     async def close(self) -> None:
         engine, self._engine, self._writing = self._engine, None, None
         if engine is not None:
+            await self._database.close()
             await engine.dispose()
 
     async def __aenter__(self) -> Self:
@@ -99,11 +101,21 @@ class Store:
     async def write(self, batch: Batch) -> None:
         """All of it or nothing. To write a batch again changes nothing."""
         try:
-            async with self.begin() as connection:
-                await connection.run_sync(self._statements.write, batch)
-        # Whole numbers that are too large, and text that is no Unicode, do not even reach the database.
-        except (IntegrityError, OverflowError, UnicodeError) as error:
-            raise LedgerRefused(f"the ledger refused a row: {_first_line(error)}") from error
+            await self._write(batch)
+        except LedgerRefused:
+            # What a client calls a model may be longer than any name, or hold what PostgreSQL takes for no text.
+            fitting = self._statements.fitting(batch)
+            if fitting == batch:
+                raise
+            await self._write(fitting)
+
+    async def _write(self, batch: Batch) -> None:
+        async with self._mapped():
+            try:
+                await self._database.write(self._opened(self._writing), partial(self._statements.write, batch))
+            # Whole numbers that are too large, and text that is no Unicode, do not even reach the database.
+            except (IntegrityError, OverflowError, UnicodeError) as error:
+                raise LedgerRefused(f"the ledger refused a row: {_first_line(error)}") from error
 
     async def spent(self, scope: str, since_ms: int) -> Spent:
         """What was reserved since then in one scope: what it came to, and what is open by hold."""
@@ -178,11 +190,10 @@ class Store:
             yield
         except IntegrityError:
             raise
-        except DBAPIError as error:
-            kind = LedgerRefused if self._database.blames_values(error) else LedgerUnavailable
-            raise kind(f"the ledger's database {self.name} failed: {_first_line(error.orig or error)}") from error
         except self._errors as error:
-            raise LedgerUnavailable(f"the ledger's database {self.name} failed: {_first_line(error)}") from error
+            kind = LedgerRefused if self._database.blames_values(error) else LedgerUnavailable
+            cause = getattr(error, "orig", None) or error
+            raise kind(f"the ledger's database {self.name} failed: {_first_line(cause)}") from error
 
     @asynccontextmanager
     async def _connecting(self) -> AsyncIterator[None]:
