@@ -38,7 +38,8 @@ def _asked(hearth: Gateway) -> list[str]:
 @STREAM_AND_DOCUMENT
 async def test_a_node_with_retries_is_asked_again_before_the_next_one(stream: bool) -> None:
     async with FakeVLLM(models=["m"]) as first, FakeVLLM(models=["m"]) as second:
-        async with gateway(local_nodes=_nodes(first, second, retries=2), **QUIET) as hearth:
+        settings = {**QUIET, "lb_strategy": "round_robin"}
+        async with gateway(local_nodes=_nodes(first, second, retries=2), **settings) as hearth:
             first.behave(Behaviour.CLOSE_AT_ONCE, times=2)
 
             answer = await hearth.chat(stream=stream)
