@@ -164,7 +164,7 @@ class Link:
                 max_connections=connections,
                 socket_timeout=None,  # `_asking` bounds the whole call
                 socket_connect_timeout=None,
-                socket_keepalive=None if self._url.startswith("unix:") else True,
+                **({} if self._url.startswith("unix:") else {"socket_keepalive": True}),
                 retry=Retry(NoBackoff(), 0),  # trying again is its callers' business
                 protocol=2,
                 driver_info=None,

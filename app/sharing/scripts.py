@@ -1,9 +1,12 @@
 """What the shared meter does on the server, in Lua: each script is one step that nothing comes between.
 
 A pool (one account's budget in one period) is a hash: `s` micro-dollars settled, `h` held, `d` there while its figures
-are doubted, and `id:<hold>` = `<micro-dollars>:<ms when it was held>` for each open hold. A flow's part is the time in
-ms at which its bucket will be empty. `settled:<hold>` is what a hold came to, kept for a minute, in case the ledger is
-read before it has heard of it. `due` are the pools that must be compared with the ledger, by the time in ms when.
+are doubted, and `id:<hold>` = `<micro-dollars>:<ms when it was held>` for each open hold. While somebody compares it
+with the ledger, `c` is when that began, and `done:<hold>`, of the same form, is what has been settled since.
+
+A flow's part is the time in ms at which its bucket will be empty. `settled:<hold>` is what a hold came to, kept for a
+minute, in case the ledger is read before it has heard of it. `due` are the pools that must be compared with the
+ledger, by the time in ms when.
 
 Every script takes the time in ms as its first argument; 0 = the server's own clock.
 """
@@ -99,9 +102,13 @@ local sums = {}
 for i = 1, pools do
   local pool = KEYS[2 + i]
   local before, after = -1, -1
-  if release(pool, id) then
+  local value = release(pool, id)
+  if value then
     after = redis.call('HINCRBY', pool, 's', cost)
     before = after - tonumber(cost)
+    if redis.call('HEXISTS', pool, 'c') == 1 then
+      redis.call('HSET', pool, 'done:' .. id, cost .. ':' .. string.match(value, '%d+$'))
+    end
   elseif first and redis.call('EXISTS', pool) == 1 then
     -- Either what the ledger says held it already, or nothing does: only the ledger can tell.
     doubt(pool, KEYS[1], now)
@@ -113,7 +120,7 @@ if first then
     local key = KEYS[2 + pools + i]
     local difference, limit = tonumber(ARGV[4 + 2 * i]), tonumber(ARGV[5 + 2 * i])
     local at = tonumber(redis.call('GET', key) or 0)
-    if at > 0 then
+    if difference > 0 or at > 0 then
       if difference > 0 then at = math.max(at, now) end
       at = at + difference * 60000 / limit
       redis.call('SET', key, string.format('%.6f', at), 'PX', whole(math.max(0, math.ceil(at - now)) + 60000))
@@ -125,45 +132,52 @@ return sums
 )
 
 # Makes a pool from what the ledger says, or sets one right: the ledger's sum and open holds, and of the pool only what
-# the ledger cannot know yet.
+# the ledger did not know yet when it was asked.
 # KEYS: due, the pool, settled:<id> for each of the ledger's open holds.
-# ARGV: now, 1 if only an unknown pool is to be made and 0 if only a known one is to be set right, what is settled, when
-# the pool may be forgotten, how old in ms a hold must be for the ledger to know it, ms until a doubted pool is compared
-# again, ms until one with open holds is, then for each open hold: id, amount.
-# Returns 1 if it did something.
+# ARGV: now, when the comparison began as TAKE_DUE said it, or '' for an unknown pool that is to be made; what is
+# settled, when the pool may be forgotten, how old in ms a hold must be for the ledger to know it, ms until a doubted
+# pool is compared again, ms until one with open holds is, then for each open hold: id, amount.
+# Returns 1 if it did something: not where the pool was made, lost or taken by another process in the meantime.
 SET = Script(
     _NOW
     + """
-local due, pool, making = KEYS[1], KEYS[2], ARGV[2] == '1'
-local exists = redis.call('EXISTS', pool) == 1
-if exists == making then
-  if not exists then redis.call('ZREM', due, pool) end
+local due, pool, began = KEYS[1], KEYS[2], ARGV[2]
+local making = began == ''
+if making then
+  if redis.call('EXISTS', pool) == 1 then return 0 end
+elseif redis.call('HGET', pool, 'c') ~= began then
   return 0
 end
-local settled, grace = tonumber(ARGV[3]), tonumber(ARGV[5])
+local settled, held, doubted = tonumber(ARGV[3]), 0, making
 local open, order = {}, {}
 for i = 1, #KEYS - 2 do
   local id, cost = ARGV[6 + 2 * i], redis.call('GET', KEYS[2 + i])
   if cost then
     settled = settled + tonumber(cost)
+    open[id] = 'settled'
   else
     open[id] = ARGV[7 + 2 * i]
     order[#order + 1] = id
   end
 end
 
-local held, doubted = 0, making
+local known = making and 0 or tonumber(began) - tonumber(ARGV[5])
 local fields = redis.call('HGETALL', pool)
 for i = 1, #fields, 2 do
-  local id = string.match(fields[i], '^id:(.*)$')
-  if id then
-    local amount, at = string.match(fields[i + 1], '^(-?%d+):(-?%d+)$')
-    if open[id] then
+  local kind, id = string.match(fields[i], '^(%a+):(.*)$')
+  if kind then
+    local amount, at = string.match(fields[i + 1], '^(-?%d+):(%d+)$')
+    local young = tonumber(at) > known
+    if kind == 'done' then
+      if not open[id] and young then
+        settled, doubted = settled + tonumber(amount), true
+      end
+      redis.call('HDEL', pool, fields[i])
+    elseif open[id] and open[id] ~= 'settled' then
       open[id] = nil
       held = held + tonumber(amount)
-    elseif now - tonumber(at) < grace then
-      doubted = true
-      held = held + tonumber(amount)
+    elseif young then
+      held, doubted = held + tonumber(amount), true
     else
       redis.call('HDEL', pool, fields[i])
     end
@@ -177,16 +191,14 @@ for _, id in ipairs(order) do
 end
 
 redis.call('HSET', pool, 's', whole(settled), 'h', whole(held))
+redis.call('HDEL', pool, 'c', 'd')
 redis.call('PEXPIRE', pool, whole(math.max(60000, tonumber(ARGV[4]) - now)))
 if doubted then
   doubt(pool, due, now + tonumber(ARGV[6]))
+elseif held > 0 then
+  redis.call('ZADD', due, whole(now + tonumber(ARGV[7])), pool)
 else
-  redis.call('HDEL', pool, 'd')
-  if held > 0 then
-    redis.call('ZADD', due, whole(now + tonumber(ARGV[7])), pool)
-  else
-    redis.call('ZREM', due, pool)
-  end
+  redis.call('ZREM', due, pool)
 end
 return 1
 """
@@ -207,15 +219,17 @@ return 1
 
 # KEYS: due.
 # ARGV: now, how many, ms until another process may take the same pool.
-# Returns the keys of pools that are due; they are its caller's for that time. The pools are in the same slot.
+# Returns the time now and the keys of pools that are due; they are its caller's to compare, for that long. The pools
+# are in the same slot.
 TAKE_DUE = Script(
     _NOW
     + """
-local mine = {}
+local mine = {whole(now)}
 for _, pool in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now), 'LIMIT', 0, tonumber(ARGV[2]))) do
   local v = redis.call('HMGET', pool, 'h', 'd')
   if v[2] or (v[1] and tonumber(v[1]) > 0) then
     redis.call('ZADD', KEYS[1], whole(now + tonumber(ARGV[3])), pool)
+    redis.call('HSET', pool, 'c', whole(now))
     mine[#mine + 1] = pool
   else
     redis.call('ZREM', KEYS[1], pool)
