@@ -27,6 +27,8 @@ ALONE = {
     "structlog": {"telemetry/logs.py"},
     "httpx": {"probes.py", "node_calls.py", "node_clients.py"},
     "uvicorn": {"server.py"},
+    "typer": {"commands/terminal.py", "commands/keys.py", "commands/usage.py"},
+    "rich": {"commands/terminal.py"},
     "sqlalchemy": LEDGER | MIGRATIONS,
     "alembic": MIGRATIONS,
     "asyncpg": {"ledger/database.py"},
