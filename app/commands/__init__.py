@@ -34,4 +34,5 @@ COMMANDS = {
         "start the gateway; every setting of .env.example is a flag too (--port 9000)",
     ),
     "keys": Command("app.commands.keys", "COMMAND", "create, list, rotate, disable and enable API keys"),
+    "usage": Command("app.commands.usage", "[--since WHEN] [--by WORDS]", "show what was used, spent and saved"),
 }
