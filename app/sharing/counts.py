@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from app.routing.membership import same_address
 from app.routing.registry import Node
@@ -35,9 +35,9 @@ class Counts:
         self.places: dict[str, Node] = {}
 
     @property
-    def peers(self) -> frozenset[str]:
+    def peers(self) -> Set[str]:
         """The replicas that were heard of in the last seconds."""
-        return frozenset(self._peers)
+        return self._peers.keys()
 
     def place(self, nodes: Iterable[Node]) -> None:
         """Takes the nodes that there are now."""

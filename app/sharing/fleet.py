@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from typing import Any
 
@@ -73,7 +73,7 @@ class Fleet:
         link.on_change.append(self._link_changed)
 
     @property
-    def peers(self) -> frozenset[str]:
+    def peers(self) -> Set[str]:
         """The other replicas that were heard of in the last 3 s."""
         return self._counts.peers
 
@@ -97,6 +97,10 @@ class Fleet:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_TICK_SECONDS):
                         await self._wake.wait()
+        except Exception as error:
+            # Nobody waits for this task before the end.
+            self._on_trouble("this process shares nothing with others any more", reason=repr(error))
+            raise
         finally:
             with suppress(LinkDown):
                 await self._say("bye", None)
@@ -156,7 +160,7 @@ class Fleet:
             await self._say("nodes", None)
 
     async def _say(self, what: str, content: Any) -> None:
-        await self._link.publish(CHANNEL, orjson.dumps([self.instance_id, what, content]))
+        await self._link.publish(CHANNEL, orjson.dumps([self.instance_id, what, content], default=list))
 
     def _hear(self, message: bytes) -> None:
         try:
@@ -170,6 +174,9 @@ class Fleet:
 
     def _take(self, replica: str, what: str, content: Any) -> None:
         now = time.monotonic()
+        if replica not in self._counts.peers and what != "bye":
+            self._beat_due = 0.0  # it is new here, and knows nothing of us
+            self._wake.set()
         if what == "counts":
             self._counts.hear(replica, content, now, whole=False)
         elif what == "all":
