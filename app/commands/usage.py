@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 def show(
     context: typer.Context,
     since: Annotated[str, typer.Option(metavar="WHEN", help=f"{SINCE_WORDS[0].upper()}{SINCE_WORDS[1:]}.")] = "month",
-    until: Annotated[str, typer.Option(metavar="DAY", help="The last day, included; today if left out.")] = "",
+    until: Annotated[str | None, typer.Option(metavar="DAY", help="The last day, included; today if left out.")] = None,
     by: Annotated[str, typer.Option(metavar="WORDS", help=f"What to group by: {','.join(Dimension)}.")] = "day",
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV in place of a table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
@@ -107,7 +107,7 @@ def reconcile(
     print(f"{settled.id} did cost ${dollars(cost)}; ${dollars(settled.reserved)} was reserved", file=sys.stderr)
 
 
-def _query(since: str, until: str, by: str, now_ms: int) -> Query:
+def _query(since: str, until: str | None, by: str, now_ms: int) -> Query:
     try:
         return Query(span(since, until, now_ms), _dimensions(by))
     except ValueError as error:

@@ -58,10 +58,16 @@ def _filter(dimension: Dimension) -> dict[str, Any]:
     return _parameter(dimension, f"Only this {dimension}.", maxLength=_TEXT_CHARACTERS, pattern=r"^[^\x00-\x1f\x7f]*$")
 
 
+_SINCE: dict[str, Any] = {
+    "anyOf": [{"format": "date"}, {"pattern": "^[1-9][0-9]{0,3}d$"}, {"enum": ["month", "week", "day"]}],
+    "examples": ["2026-11-01", "7d"],
+}
 _PARAMETERS = [
-    _parameter("since", f"{SINCE_WORDS}. This month's first day if it is left out. Days begin at midnight UTC."),
-    _parameter("until", "The last day, included; today if it is left out.", examples=["2026-11-30"]),
-    _parameter("by", "What to group by.", pattern=f"^({_DIMENSION})(,({_DIMENSION}))*$", examples=["day,key"]),
+    _parameter(
+        "since", f"{SINCE_WORDS}. This month's first day if it is left out. Days begin at midnight UTC.", **_SINCE
+    ),
+    _parameter("until", "The last day, included; today if it is left out.", format="date", examples=["2026-11-30"]),
+    _parameter("by", "What to group by.", pattern=f"^(({_DIMENSION})(,({_DIMENSION}))*)?$", examples=["day,key"]),
     _parameter("format", "The answer's form.", enum=list(_FORMATS)),
     *map(_filter, FILTERS),
 ]
@@ -195,7 +201,7 @@ def _given(request: Request) -> dict[str, str]:
 
 def _query(given: dict[str, str], now_ms: int) -> Query:
     try:
-        when = span(given.get("since", ""), given.get("until", ""), now_ms)
+        when = span(given.get("since"), given.get("until"), now_ms)
     except ValueError as error:
         message, name = error.args
         raise InvalidRequest(f"'{name}': {message}", param=name) from error

@@ -23,13 +23,13 @@ class Span(NamedTuple):
     until: int
 
 
-def span(since: str, until: str, now_ms: int) -> Span:
-    """The time that two words name; `until` is a day, and belongs to it. "" = from this month's first day, till today.
+def span(since: str | None, until: str | None, now_ms: int) -> Span:
+    """The time that two words name, `until`'s day included. None = from this month's first day, and till today.
 
     Raises `ValueError` whose second argument is the name of the word that is wrong.
     """
     begin = _begin(since, now_ms)
-    end = midnight(now_ms) + DAY_MS if not until else _day(until, "until", "a day (2026-11-30)") + DAY_MS
+    end = midnight(now_ms) + DAY_MS if until is None else _day(until, "until", "a day (2026-11-30)") + DAY_MS
     if end <= begin:
         raise ValueError(f"it ends on {day_of(end - DAY_MS)}, before it begins on {day_of(begin)}", "until")
     return Span(begin, end)
@@ -61,8 +61,8 @@ def day_of(at_ms: int) -> str:
     return date.fromordinal(at_ms // DAY_MS + _EPOCH).isoformat()
 
 
-def _begin(since: str, now_ms: int) -> int:
-    if not since:
+def _begin(since: str | None, now_ms: int) -> int:
+    if since is None:
         return period_span(Period.MONTH, now_ms).since
     if since in tuple(Period):
         return period_span(Period(since), now_ms).since

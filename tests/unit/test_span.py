@@ -24,19 +24,19 @@ NOW = ms("2026-11-18T15:30:00")  # a Wednesday
 @pytest.mark.parametrize(
     ("since", "until", "begin", "end"),
     [
-        ("", "", "2026-11-01", "2026-11-19"),
-        ("2026-11-03", "", "2026-11-03", "2026-11-19"),
+        (None, None, "2026-11-01", "2026-11-19"),
+        ("2026-11-03", None, "2026-11-03", "2026-11-19"),
         ("2026-11-03", "2026-11-03", "2026-11-03", "2026-11-04"),
-        ("1d", "", "2026-11-18", "2026-11-19"),
-        ("7d", "", "2026-11-12", "2026-11-19"),
-        ("month", "", "2026-11-01", "2026-11-19"),
-        ("week", "", "2026-11-16", "2026-11-19"),
-        ("day", "", "2026-11-18", "2026-11-19"),
+        ("1d", None, "2026-11-18", "2026-11-19"),
+        ("7d", None, "2026-11-12", "2026-11-19"),
+        ("month", None, "2026-11-01", "2026-11-19"),
+        ("week", None, "2026-11-16", "2026-11-19"),
+        ("day", None, "2026-11-18", "2026-11-19"),
         ("2024-02-28", "2024-02-29", "2024-02-28", "2024-03-01"),
         ("0001-01-01", "9999-12-31", "0001-01-01", None),
     ],
 )
-def test_words_name_whole_days(since: str, until: str, begin: str, end: str | None) -> None:
+def test_words_name_whole_days(since: str | None, until: str | None, begin: str, end: str | None) -> None:
     found = span(since, until, NOW)
 
     assert day_of(found.since) == begin
@@ -47,20 +47,22 @@ def test_words_name_whole_days(since: str, until: str, begin: str, end: str | No
 @pytest.mark.parametrize(
     ("since", "until", "name"),
     [
-        ("yesterday", "", "since"),
-        ("0d", "", "since"),
-        ("20261101", "", "since"),
-        ("2026-W01-1", "", "since"),
-        ("2026-02-30", "", "since"),
-        ("٢٠٢٦-١١-٠١", "", "since"),
-        ("2026-11-01T00:00", "", "since"),
-        ("", "7d", "until"),
-        ("", "2026-13-01", "until"),
+        ("yesterday", None, "since"),
+        ("", None, "since"),
+        (None, "", "until"),
+        ("0d", None, "since"),
+        ("20261101", None, "since"),
+        ("2026-W01-1", None, "since"),
+        ("2026-02-30", None, "since"),
+        ("٢٠٢٦-١١-٠١", None, "since"),
+        ("2026-11-01T00:00", None, "since"),
+        (None, "7d", "until"),
+        (None, "2026-13-01", "until"),
         ("2026-11-03", "2026-11-02", "until"),
-        ("2027-01-01", "", "until"),
+        ("2027-01-01", None, "until"),
     ],
 )
-def test_what_is_wrong_is_named(since: str, until: str, name: str) -> None:
+def test_what_is_wrong_is_named(since: str | None, until: str | None, name: str) -> None:
     with pytest.raises(ValueError) as raised:
         span(since, until, NOW)
 
