@@ -47,7 +47,8 @@ class Link:
     """One process's connections to the server at `url`: `redis://`, `rediss://` or `unix://`.
 
     Opened and closed with `async with`; a server that is down then is no error. `on_trouble` gets a message and fields
-    once when the server goes out of reach, and once when it is back. `on_change` are called with the new `up`.
+    once when the server goes out of reach, once when it is back, and when it refuses a command, as a full one does.
+    `on_change` are called with the new `up`.
     Answers are bytes, whole numbers, None and lists of them, whatever the command.
     """
 
@@ -59,6 +60,7 @@ class Link:
         self.up = False
         self.on_change: list[Callable[[bool], None]] = []
         self._told = True  # whoever is down before the first ping is told, too
+        self._refused = ""  # what was told of last: the same is told once
         self._doubt = asyncio.Event()
         self._handlers: dict[str, Handler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,6 +208,9 @@ class Link:
             self._doubt.set()
             raise LinkDown(f"{self.server}: {error}") from error
         except RedisError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                self._on_trouble("the shared state refused a command", reason=self._refused)
             raise LinkDown(f"{self.server} refused a command: {error}") from error
 
     async def _look(self) -> None:

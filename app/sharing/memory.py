@@ -135,6 +135,9 @@ class MemoryMeter:
         spending = self._pools.get(pool)
         return await self.spent(account, at) if spending is None else spending.settled + spending.held
 
+    def has_settled(self, hold_id: str) -> bool:
+        return hold_id in self._settled
+
     def forget(self) -> None:
         """Begins anew, and reads the ledger again for every account. What is settled later still counts once."""
         self._pools.clear()

@@ -23,11 +23,12 @@ if now == 0 then
 end
 local function whole(n) return string.format('%.0f', n) end
 local function amount_of(value) return value and tonumber(string.match(value, '^-?%d+')) or 0 end
+-- 0 - n and not -n: the server takes no -0.
 local function release(pool, id)
   local value = redis.call('HGET', pool, 'id:' .. id)
   if value then
     redis.call('HDEL', pool, 'id:' .. id)
-    redis.call('HINCRBY', pool, 'h', whole(-amount_of(value)))
+    redis.call('HINCRBY', pool, 'h', whole(0 - amount_of(value)))
   end
   return value
 end

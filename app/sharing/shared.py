@@ -68,16 +68,15 @@ class SharedMeter:
         self._now = clock or (lambda: 0)
         self._settlements = Settlements(link, on_trouble, on_spent)
         self._seeding: Turns[str] = Turns()
+        self._alone = False  # the fallback was asked
         self._doubtful: set[str] = set()  # pools that the fallback granted from
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._link.on_change.append(self._changed)
         self._tasks = [asyncio.create_task(self._settlements.run()), asyncio.create_task(self._look_after())]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._link.on_change.remove(self._changed)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -98,6 +97,8 @@ class SharedMeter:
 
     async def settle(self, hold: Hold, cost: int, tokens: int) -> None:
         """Waits for nobody: the settlement goes to the server in the background."""
+        if self._fallback.has_settled(hold.id):
+            return
         await self._fallback.settle(hold, cost, tokens)
         self._settlements.add(self._settlement(hold, cost, tokens - hold.tokens))
 
@@ -112,6 +113,7 @@ class SharedMeter:
                 await self._seed(pool)
         except LinkDown:
             pass
+        self._alone = True
         return await self._fallback.spent(account, at)
 
     def look_again(self, accounts: Iterable[Account], at: int) -> None:
@@ -123,7 +125,7 @@ class SharedMeter:
 
         Each is taken by one process of all.
         """
-        await self._tell_doubts()
+        await self._end_being_alone()
         began, *due = await self._link.script(TAKE_DUE, [_DUE], [self._now(), _LOOKED_AT, _CLAIMED_MS])
         for key in due:
             pool = _pool(key.decode())
@@ -149,6 +151,7 @@ class SharedMeter:
     async def _reserve_alone(self, hold: Hold) -> Refusal | None:
         if self._policy == "closed":
             return Refusal(GATEWAY, "sharing", _RETRY_SECONDS)
+        self._alone = True
         refusal = await self._fallback.reserve(hold)
         if refusal is None:
             self._doubtful.update(_key(pool_of(account, hold.at)) for account in hold.accounts)
@@ -184,11 +187,15 @@ class SharedMeter:
             args += [hold_id, amount]
         await self._link.script(SET, [_DUE, _key(pool), *map(_settled, spent.open)], args)
 
-    async def _tell_doubts(self) -> None:
+    async def _end_being_alone(self) -> None:
+        """Has the pools compared that the fallback granted from, and the fallback begin with the ledger next time."""
+        if not self._alone:
+            return
         doubtful = list(self._doubtful)
-        if doubtful:
-            await self._link.script(DOUBT, [_DUE, *doubtful], [self._now()])
-            self._doubtful.difference_update(doubtful)
+        await self._link.script(DOUBT, [_DUE, *doubtful], [self._now()])
+        self._doubtful.difference_update(doubtful)
+        self._alone = False
+        self._fallback.forget()
 
     async def _look_after(self) -> None:
         while True:
@@ -200,11 +207,6 @@ class SharedMeter:
                     await self.reconcile()
             except Exception as error:
                 self._on_trouble("shared budgets could not be compared with the ledger", reason=str(error))
-
-    def _changed(self, up: bool) -> None:
-        # What was counted alone is in the ledger, and the next time must begin with what others spent.
-        if up:
-            self._fallback.forget()
 
 
 def _key(pool: Pool) -> str:

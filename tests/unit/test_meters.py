@@ -80,6 +80,15 @@ async def test_a_settlement_replaces_the_hold_and_gives_the_rest_back(bench: Ben
     assert await bench.meter.reserve(hold("h2", budget)) is None
 
 
+async def test_a_hold_of_nothing_may_cost_something(bench: Bench) -> None:
+    first = hold("h1", account(10), amount=0)
+    await bench.meter.reserve(first)
+
+    await bench.meter.settle(first, 4, 0)
+
+    assert await bench.meter.spent(account(10), NOON) == 4
+
+
 async def test_the_first_of_several_settlements_counts(bench: Bench) -> None:
     budget, first = account(100), hold("h1", account(100))
     await bench.meter.reserve(first)
