@@ -23,6 +23,7 @@ from app.domain import NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
 from app.fronts.door import FrontDoor
+from app.fronts.explain import RequestApi
 from app.fronts.keys import KeyApi
 from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
@@ -57,6 +58,7 @@ from app.sharing.presence import new_instance_id
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
 from app.telemetry.report import Reporter
+from app.telemetry.ring import Ring
 from app.tls import Trust
 from app.upstream import Upstream
 
@@ -203,8 +205,10 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
             on_reconciled=treasury.reconciled if treasury else None,
         ).router()
     )
+    ring = Ring(settings.lb_strategy)
+    app.include_router(RequestApi(ring, doors).router())
     turnstile = Turnstile(limits, estimator.estimate_prompt)
-    reports: list[Report] = [treasury.bookkeeper, reporter] if treasury else [reporter]
+    reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), reporter, ring]
     for path, operation in _ROUTES.items():
         endpoint = Inference(
             operation,

@@ -67,6 +67,7 @@ class Choice:
             return await self._paid(plan, candidates[0], self._purse)
         except SpendingRefused as refusal:
             plan.unpaid = refusal
+            plan.trail.unpaid = refusal.code, refusal.logged
             plan.choose(candidates[0])
             return None
 

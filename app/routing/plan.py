@@ -45,7 +45,7 @@ class Plan:
         self.overloaded: Overloaded | None = None  # local nodes stayed full for as long as a request may wait
         self.too_long: RequestRefused | None = None  # what the first node said for whose context the prompt is too long
         self.committed = False
-        self.cloud_refusal = cloud_refusal(request, route)
+        self.cloud_refusal = trail.cloud_refusal = cloud_refusal(request, route)
         self._registry = registry
         self._pairing = pairing
         self._tried: set[Node] = set()

@@ -22,6 +22,8 @@ class Trail:
     tier: int = 0
     model: str = ""  # the name that it was asked for
     fallback: str = ""  # why it was not the first choice
+    cloud_refusal: str | None = None  # why the gate kept it from the cloud
+    unpaid: tuple[str | None, str] | None = None  # why the cloud could not be paid: code, and words for the log
     candidates: int = 0  # how many could serve when it was chosen
     queued_seconds: float = 0.0
     first_content: float | None = None
