@@ -153,7 +153,6 @@ class Writer:
         """Returns when it is time to write."""
         if not len(self) and self._down is None:
             self._some.clear()
-            self._now.clear()
             await self._some.wait()
         try:
             async with asyncio.timeout(_FLUSH_SECONDS):
