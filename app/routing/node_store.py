@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from app import proxy_config
 from app.declarations import local_node, named
-from app.domain import NodeSpec
+from app.domain import NodeSpec, Price
 from app.routing.registry import LATENCIES
 from app.setting_values import from_json, web_url
 
@@ -34,7 +34,10 @@ _VERSION = 1
 _MAX_BYTES = 4 * 2**20
 _MAX_SECONDS = 1e9
 _LEFTOVER_SECONDS = 60.0
-_KEPT = ("url", "kind", "name", "models", "api_key", "weight", "speed", "max_concurrency", "vram_gb", "num_ctx", "role")
+_KEPT = (
+    *("url", "kind", "name", "models", "api_key", "weight", "speed", "max_concurrency", "vram_gb", "num_ctx", "role"),
+    *("retries", "health_check", "tls_verify", "ca_file"),
+)
 _DEFAULTS = {field.name: field.default for field in fields(NodeSpec)}
 
 
@@ -205,9 +208,16 @@ def node_entry(node: StoredNode) -> dict[str, Any]:
     if node.spec.name.partition("#")[0] == urlsplit(node.spec.url).netloc:
         del given["name"]  # it was not given, and another may be free next time
     entry = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+    if node.spec.price is not None:
+        entry["price"] = _price_entry(node.spec.price)
     if node.latencies:
         entry["latencies"] = [round(seconds, 6) for seconds in node.latencies[-LATENCIES:]]
     return entry
+
+
+def _price_entry(price: Price) -> dict[str, float]:
+    """In dollars per million tokens, as operators write it."""
+    return {name: amount / 1_000_000 for name, amount in price._asdict().items() if amount is not None}
 
 
 def _replace(target: Path, data: bytes) -> None:
