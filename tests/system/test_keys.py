@@ -213,7 +213,7 @@ async def test_while_the_ledger_is_away_the_known_keys_stay(
         with pytest.raises(LedgerUnavailable):
             await book.disable("ada")
 
-        postgres.start()
+        await asyncio.to_thread(postgres.start)  # meanwhile it looks again and again
         await until(lambda: _disabled(book), "it is there again")
         with pytest.raises(Unauthorized):
             caller(book, secret)
