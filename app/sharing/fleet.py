@@ -200,6 +200,14 @@ class Fleet:
     def _place(self) -> None:
         nodes = list(self._registry)
         if nodes != self._nodes:
+            _shuffle([node for node in nodes if node not in self._nodes])
             self._nodes = nodes
             self._counts.place(nodes)
             self._transitions.place(self._counts.places)
+
+
+def _shuffle(nodes: list[Node]) -> None:
+    """Puts nodes that were never chosen into an order of this process's own, or all replicas would begin with one."""
+    new = [node for node in nodes if node.picked == 0]
+    for node, turn in zip(new, random.sample(range(-len(new), 0), len(new)), strict=True):
+        node.picked = turn

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import redis.asyncio
 
+from app.routing.registry import Node
 from app.sharing.counts import places
 from app.sharing.fleet import CHANNEL
+from demo.httpd import Exchange
 from tests.fakes import Behaviour, FakeNode, FakeOllama, FakeVLLM, On
 from tests.servers import Valkey
 from tests.system.harness import Gateway, gateway, until
 from tests.system.registration import HeldNode, add, added, in_state, kept, status
+from tests.system.scripted import DONE, SSE, ScriptedNode, chunk
 from tests.unit.nodes import node as plain_node
 
 SOON_SECONDS = 1.0
@@ -286,25 +291,43 @@ async def test_a_node_that_fails_for_one_is_left_alone_by_all_until_it_works_for
 # -- how evenly replicas choose
 
 
-async def in_flight_spread(found: list[Gateway], nodes: list[HeldNode], count: int) -> int:
-    """Max less min over the nodes of so many requests that run at once, dealt out over the replicas in turn."""
-    running = []
-    for number in range(count):
-        running.append(asyncio.create_task(found[number % len(found)].chat(stream=True)))
-        await asyncio.sleep(0.002)
-    await until(lambda: sum(node.open for node in nodes) == count, "all run")
-    spread = max(node.open for node in nodes) - min(node.open for node in nodes)
-    for node in nodes:
-        node.release.set()
-    await asyncio.gather(*running)
-    for node in nodes:
-        node.release.clear()
-    return spread
+class BusyNode(ScriptedNode):
+    """Takes a random time for each answer."""
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        super().__init__(self._answer)
+        self._seconds = seconds
+
+    async def _answer(self, exchange: Exchange) -> None:
+        await asyncio.sleep(self._seconds())
+        exchange.head(200, SSE)
+        exchange.body(chunk("a") + chunk(finish="stop") + DONE)
+        exchange.end()
 
 
-async def test_replicas_spread_requests_as_evenly_as_one_does(valkey_url: str) -> None:
+async def mean_spread(found: list[Gateway], nodes: list[BusyNode], count: int, seconds: float) -> float:
+    """Of so many requests at any time, dealt out over the replicas: most less fewest on any node, on average."""
+    over = asyncio.Event()
+
+    async def ask(hearth: Gateway) -> None:
+        while not over.is_set():
+            assert (await hearth.chat(stream=True)).status_code == 200
+
+    asking = [asyncio.create_task(ask(found[number % len(found)])) for number in range(count)]
+    await until(lambda: sum(node.open for node in nodes) > 0.8 * count, "the load is there")
+    samples = []
+    for _ in range(int(seconds / 0.01)):
+        await asyncio.sleep(0.01)
+        samples.append(max(node.open for node in nodes) - min(node.open for node in nodes))
+    over.set()
+    await asyncio.gather(*asking)
+    return fmean(samples)
+
+
+async def test_replicas_spread_requests_about_as_evenly_as_one_does(valkey_url: str) -> None:
+    lot = random.Random(7)
     async with AsyncExitStack() as stack:
-        nodes = [await stack.enter_async_context(HeldNode()) for _ in range(4)]
+        nodes = [await stack.enter_async_context(BusyNode(lambda: lot.uniform(0.3, 0.9))) for _ in range(4)]
         told = [
             {"url": node.url, "kind": "vllm", "name": f"n{number}", "models": ["m"]}
             for number, node in enumerate(nodes)
@@ -312,10 +335,25 @@ async def test_replicas_spread_requests_as_evenly_as_one_does(valkey_url: str) -
         settings: Any = {"local_nodes": json.dumps(told), "lb_strategy": "least_connections"}
         async with gateway(**settings) as alone, replicas(2, valkey_url, **settings) as found:
             await ready([alone, *found])
+            single = await mean_spread([alone], nodes, 20, 2.0)
 
-            for count in (6, 21, 42):
-                single = await in_flight_spread([alone], nodes, count)
-                assert await in_flight_spread(found, nodes, count) <= single + 1
+            spread = await mean_spread(found, nodes, 20, 2.0)
+
+        assert spread <= single + 1
+
+
+async def test_each_replica_begins_with_nodes_in_an_order_of_its_own(valkey_url: str) -> None:
+    """Or the first request of every one would meet at the same node."""
+    told = json.dumps([{"url": f"http://127.0.0.1:{port}", "kind": "vllm"} for port in range(1, 40)])
+    async with replicas(2, valkey_url, local_nodes=told) as found:
+        orders = [[node.name for node in sorted(each.app.state.fleet._nodes, key=_picked)] for each in found]
+
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def _picked(node: Node) -> int:
+    return node.picked
 
 
 async def ready(found: list[Gateway]) -> None:
