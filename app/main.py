@@ -22,6 +22,7 @@ from app.declarations import local_node
 from app.domain import NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
+from app.fronts.dashboard import Dashboard
 from app.fronts.door import FrontDoor
 from app.fronts.explain import RequestApi
 from app.fronts.keys import KeyApi
@@ -29,6 +30,7 @@ from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
 from app.fronts.openai import Inference, Report
 from app.fronts.openapi import documented
+from app.fronts.sessions import Sessions
 from app.fronts.turnstile import Turnstile
 from app.fronts.usage import UsageApi
 from app.ledger.estimates import TokenEstimator
@@ -57,8 +59,10 @@ from app.sharing.link import Link
 from app.sharing.presence import new_instance_id
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
+from app.telemetry.money import Money
 from app.telemetry.report import Reporter
 from app.telemetry.ring import Ring
+from app.telemetry.snapshot import About, Snapshots
 from app.tls import Trust
 from app.upstream import Upstream
 
@@ -165,10 +169,12 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         suspect=prober.suspect,
         on_missing=reporter.advice.missing,
     )
+    sessions = Sessions(_plain(settings.admin_keys)) if settings.admin_keys else None
     doors = Doors(
         Keyring(_plain(settings.api_keys), rate=settings.default_rate()),
         Keyring(_plain(settings.admin_keys), "admin", "ADMIN_KEYS"),
         treasury.keys if treasury else None,
+        sessions,
     )
     app = FrontDoor(
         title="Hearth",
@@ -207,6 +213,17 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
     )
     ring = Ring(settings.lb_strategy)
     app.include_router(RequestApi(ring, doors).router())
+    snapshots = Snapshots(
+        About(__version__, instance_id, settings.lb_strategy, time.monotonic()),
+        registry=registry,
+        admission=admission,
+        ring=ring,
+        money=Money(treasury.books, treasury.accounts) if treasury else None,
+        peers=lambda: fleet.peers if fleet else (),
+        closing=lambda: phase.closing,
+        on_trouble=log.error,
+    )
+    app.include_router(Dashboard(snapshots, doors, sessions, registry, membership).router())
     turnstile = Turnstile(limits, estimator.estimate_prompt)
     reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), reporter, ring]
     for path, operation in _ROUTES.items():
