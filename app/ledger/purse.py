@@ -13,10 +13,22 @@ from app.errors import LedgerUnavailable, NodeFailure, SpendingRefused
 from app.ledger.estimates import TokenEstimator, completion_at_most, prompt_at_most
 from app.ledger.prices import Tariff
 from app.ledger.rows import Settlement, SpendRow
+from app.routing.gate import BudgetState, Quote
 from app.routing.registry import Candidate
 from app.routing.routes import Route
 from app.routing.trail import Trail
-from app.sharing.meter import GATEWAY, Account, Flow, Hold, Meter, Refusal, key_scope, provider_scope, route_scope
+from app.sharing.meter import (
+    GATEWAY,
+    Account,
+    Flow,
+    Hold,
+    Meter,
+    Refusal,
+    exhausted,
+    key_scope,
+    provider_scope,
+    route_scope,
+)
 
 
 class Prices(Protocol):
@@ -82,11 +94,7 @@ class LedgerPurse:
         tariff = await self._prices.find(node, candidate.model)
         accounts = self.accounts(request, route, node)
         if tariff is None and accounts:
-            raise SpendingRefused(
-                f"the cloud was not asked: what {candidate.model} costs at {node.name} is not known, and there is a "
-                "budget to keep; set its price in CLOUD_PRICES",
-                code="price_unknown",
-            )
+            raise _price_unknown(candidate)
         hold, output_limit = self._hold(request, node, tariff, accounts, trail)
         await self._granted(hold)
         reservation = _Reservation(self, hold, request, tariff, output_limit, trail)
@@ -104,6 +112,23 @@ class LedgerPurse:
             reservation.release()
             raise
         return reservation
+
+    async def look(self, request: Request, route: Route, candidate: Candidate) -> Quote:
+        node = candidate.node.spec
+        tariff = await self._prices.find(node, candidate.model)
+        hold, _ = self._hold(request, node, tariff, self.accounts(request, route, node), Trail())
+        states = [await self._state(account, hold.at) for account in hold.accounts]
+        over = next((state for state in states if state.refuses), None)
+        refusal = None
+        if tariff is None and hold.accounts:
+            refusal = _price_unknown(candidate)
+        elif over is not None:
+            refusal = _refused(Refusal(over.scope, "budget", 0.0, over.budget.limit))
+        return Quote(None if tariff is None else hold.amount, states, refusal)
+
+    async def _state(self, account: Account, at: int) -> BudgetState:
+        spent = await self._meter.spent(account, at)
+        return BudgetState(account.scope, account.budget, spent, exhausted(account, spent))
 
     def _hold(
         self, request: Request, node: NodeSpec, tariff: Tariff | None, accounts: list[Account], trail: Trail
@@ -126,6 +151,8 @@ class LedgerPurse:
         if not (hold.accounts or hold.flows):
             return
         try:
+            if self._settling:  # what has ended makes room first: perhaps this request's own last attempt
+                await asyncio.wait(self._settling)
             refusal = await self._meter.reserve(hold)
         except BaseException:
             self._settle(hold, 0, 0)  # it may have been granted in the moment in which the client left
@@ -230,6 +257,14 @@ def _cost_nothing(outcome: Outcome, failure: NodeFailure | None) -> bool:
     if outcome is Outcome.REFUSED:
         return True
     return failure is not None and (not failure.sent or failure.status is not None)
+
+
+def _price_unknown(candidate: Candidate) -> SpendingRefused:
+    return SpendingRefused(
+        f"the cloud was not asked: what {candidate.model} costs at {candidate.node.name} is not known, and there is a "
+        "budget to keep; set its price in CLOUD_PRICES",
+        code="price_unknown",
+    )
 
 
 def _refused(refusal: Refusal) -> SpendingRefused:

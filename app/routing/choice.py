@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
 from app.errors import Overloaded, SpendingRefused
 from app.routing.admission import Admission, Slot
@@ -16,6 +17,17 @@ from app.routing.registry import Candidate
 from app.routing.verdict import nobody_left
 
 _QUEUE_RETRY_AFTER_SECONDS = 5.0
+
+
+class Step(NamedTuple):
+    """One attempt that would be made: `candidates` is how many there are to choose from, `fallback` the reason that
+    the client is told."""
+
+    candidate: Candidate
+    candidates: int
+    fallback: str
+    waits: bool = False  # for a place on this node or another of its tier
+    last_resort: bool = False
 
 
 class Choice:
@@ -35,6 +47,56 @@ class Choice:
         self._queue_seconds = queue_seconds
         self._purse = purse
         self._choices = 0
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @property
+    def purse(self) -> Purse | None:
+        return self._purse
+
+    @property
+    def queue_seconds(self) -> float:
+        return self._queue_seconds
+
+    async def rehearse(self, plan: Plan, attempts: int) -> list[Step]:
+        """What `next` would give, one after the other, if every attempt failed and nothing else happened meanwhile.
+
+        Takes nothing and changes nothing but the plan, which is of no use afterwards. Of nodes that are all full one
+        is listed, and then whoever is asked when none falls free in time; these do not count as attempts.
+        """
+        policy, steps = self._policy.rehearsal(), list[Step]()
+        while len(steps) - sum(step.waits for step in steps) < attempts:
+            step = await self._rehearsed(plan, policy)
+            if step is None:
+                break
+            steps.append(step)
+            plan.choose(step.candidate)
+            if not plan.more_candidates():
+                break
+        if not steps:
+            resort = (each for each in plan.last_resort() if not each.node.full)
+            steps = [Step(each, 1, _fallback(plan, each), last_resort=True) for each in resort][:1]
+        return steps
+
+    async def _rehearsed(self, plan: Plan, policy: Policy) -> Step | None:
+        for candidates in plan.tiers():
+            if candidates and candidates[0].node.cloud and self._purse is not None:
+                refusal = (await self._purse.look(plan.request, plan.route, candidates[0])).refusal
+                if refusal is not None:
+                    plan.unpaid = refusal
+                    plan.choose(candidates[0])
+                    continue
+            ranked = _busy_last(policy.rank(candidates))
+            free = next((candidate for candidate in ranked if not candidate.node.full), None)
+            if free is not None:
+                return Step(free, len(ranked), _fallback(plan, free))
+            if ranked and plan.overloaded is None:
+                step = Step(ranked[0], len(ranked), _fallback(plan, ranked[0]), waits=True)
+                plan.overloaded = _too_full()
+                return step
+        return None
 
     async def next(self, plan: Plan) -> Attempt:
         """Takes a slot and the breaker's permit on the best node, or raises what the client is told."""
@@ -102,12 +164,7 @@ class Choice:
 
     def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
         """The policy's order, with nodes that just said that they are busy moved to the end."""
-        ranked = self._policy.rank(candidates)
-        now = time.monotonic()
-        for candidate in ranked:
-            if candidate.node.penalty_until > now:
-                return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
-        return ranked
+        return _busy_last(self._policy.rank(candidates))
 
     def _take(self, plan: Plan, ranked: list[Candidate]) -> Attempt | None:
         for candidate in ranked:
@@ -127,10 +184,7 @@ class Choice:
         try:
             slot = await self._admission.wait(lambda: plan.like(candidates), seconds)
         except TimeoutError as error:
-            raise Overloaded(
-                "no node became free in time; try again later, or raise max_concurrency",
-                retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
-            ) from error
+            raise _too_full() from error
         finally:
             plan.trail.queued_seconds += time.perf_counter() - began
         return None if slot is None else self._permitted(plan, slot, len(candidates))
@@ -150,8 +204,29 @@ class Choice:
         trail.node, trail.tier, trail.model = candidate.node.name, candidate.node.spec.tier, candidate.model
         trail.candidates = candidates
         trail.tried += 1
-        if plan.failures and not plan.repeats(candidate):
-            trail.fallback = plan.failures[-1][1].failure
-        elif candidate.node.cloud and plan.route.local is not None:
-            trail.fallback = "no_local_node" if plan.overloaded is None else "overloaded"
+        trail.fallback = _fallback(plan, candidate)
         return Attempt(slot, permit, trail, self._observer)
+
+
+def _fallback(plan: Plan, candidate: Candidate) -> str:
+    """Why it is not the first choice that is asked; what was said so far where there is nothing new."""
+    if plan.failures and not plan.repeats(candidate):
+        return plan.failures[-1][1].failure
+    if candidate.node.cloud and plan.route.local is not None:
+        return "no_local_node" if plan.overloaded is None else "overloaded"
+    return plan.trail.fallback
+
+
+def _busy_last(ranked: list[Candidate]) -> list[Candidate]:
+    now = time.monotonic()
+    for candidate in ranked:
+        if candidate.node.penalty_until > now:
+            return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
+    return ranked
+
+
+def _too_full() -> Overloaded:
+    return Overloaded(
+        "no node became free in time; try again later, or raise max_concurrency",
+        retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
+    )

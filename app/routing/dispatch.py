@@ -56,7 +56,7 @@ class Dispatcher:
 
     async def dispatch(self, request: Request, trail: Trail) -> Reply:
         """Returns once a node's answer has begun. Raises `HearthError` when none does; nothing has been sent then."""
-        plan = self._plan(request, trail)
+        plan = self.plan(request, trail)
         try:
             async for attempt in self._retry.attempts(plan):
                 with attempt:
@@ -65,7 +65,8 @@ class Dispatcher:
             raise nobody_left(plan) from last
         raise nobody_left(plan)
 
-    def _plan(self, request: Request, trail: Trail) -> Plan:
+    def plan(self, request: Request, trail: Trail) -> Plan:
+        """Who may be asked for it. Sends nothing. Raises `ModelNotFound`."""
         route = self._routes.resolve(request.model)
         trail.route, trail.num_ctx = route.name, route.num_ctx
         deadline = asyncio.get_running_loop().time() + self._request_seconds

@@ -3,13 +3,16 @@ is it decided."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from app.domain import Outcome, Request
-from app.errors import NodeFailure
+from app.domain import Budget, Outcome, Request
+from app.errors import NodeFailure, SpendingRefused
 from app.routing.registry import Candidate
 from app.routing.routes import Route
 from app.routing.trail import Trail
+
+NO_CLOUD = "no cloud target is configured; set CLOUD_API_KEY"
 
 
 class Reservation(Protocol):
@@ -26,11 +29,32 @@ class Reservation(Protocol):
         ...
 
 
+class BudgetState(NamedTuple):
+    """A budget that a request falls under, whose it is, and what is spent and held of it (micro-dollars)."""
+
+    scope: str
+    budget: Budget
+    spent: int
+    refuses: bool
+
+
+class Quote(NamedTuple):
+    """What an attempt would be told now. `at_most` is in micro-dollars; None = the price is not known."""
+
+    at_most: int | None
+    budgets: Sequence[BudgetState]
+    refusal: SpendingRefused | None
+
+
 class Purse(Protocol):
     """Who pays for the cloud."""
 
     async def reserve(self, request: Request, route: Route, candidate: Candidate, trail: Trail) -> Reservation:
         """Keeps what an attempt on the candidate may cost. Raises `SpendingRefused`; nothing may be sent then."""
+        ...
+
+    async def look(self, request: Request, route: Route, candidate: Candidate) -> Quote:
+        """What `reserve` would say of prices and budgets, with nothing kept. Limits per minute are not looked at."""
         ...
 
 

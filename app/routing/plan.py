@@ -8,12 +8,11 @@ from typing import Protocol
 from app.domain import Failure, NodeState, Request, Role
 from app.errors import NodeFailure, Overloaded, RequestRefused, SpendingRefused
 from app.routing.gate import cloud_refusal
+from app.routing.obstacles import Obstacle, obstacles, usable
 from app.routing.registry import Candidate, Node, Registry
 from app.routing.routes import Route
 from app.routing.trail import Trail
 from app.routing.windows import SHORT_BODY_BYTES, least_tokens, window
-
-_ROUTABLE = (NodeState.HEALTHY, NodeState.UNKNOWN)
 
 
 class Pairing(Protocol):
@@ -62,7 +61,7 @@ class Plan:
         again = self._again
         if again is not None and not again.node.cloud and not again.node.full and self._open(again.node):
             yield [again]
-        if self._more_than is None and len(self.request.body) < SHORT_BODY_BYTES:
+        if self._fits_everywhere:
             yield from self._tiers()
             return
         late = []
@@ -98,6 +97,29 @@ class Plan:
         if candidates[0].node.spec.role is not Role.HYBRID:
             return self.open(candidates)
         return self._fitting(self.local()) if self._fits(candidates[0]) else self.local()
+
+    def obstacles(self, node: Node) -> list[Obstacle]:
+        """Why the node cannot be asked (any more); empty exactly when it can."""
+        tried = [Obstacle("tried", "it was tried")] if node in self._tried else []
+        return [*obstacles(node), *tried]
+
+    def candidate(self, node: Node) -> Candidate | None:
+        """The node with its own name for the model; None when it cannot serve it, whatever its state."""
+        if node.cloud:
+            name = node.cloud_name(self.route.cloud)
+            return None if name is None else Candidate(node, name)
+        serving = () if self.route.local is None else self._registry.serving(self.route.local)
+        return next((each for each in serving if each.node is node), None)
+
+    def has_role(self, node: Node) -> bool:
+        """Whether the node would do the whole of the generation, and not a part of it."""
+        if node.spec.role is Role.DECODE and self._pairing is not None:
+            return self._pairing.serves_alone(node)
+        return node.cloud or node.spec.role is Role.HYBRID
+
+    def comes_late(self, candidate: Candidate) -> bool:
+        """Whether its context is surely too small, so that it is asked last of all."""
+        return not self._fits_everywhere and not self._fits(candidate)
 
     def local_nodes(self) -> list[Node]:
         """Local nodes that serve the model, or may: those that were never reached."""
@@ -216,14 +238,12 @@ class Plan:
             self._least = least_tokens(self.request)
         return self._least <= room
 
+    @property
+    def _fits_everywhere(self) -> bool:
+        return self._more_than is None and len(self.request.body) < SHORT_BODY_BYTES
+
     def _open(self, node: Node) -> bool:
-        return (
-            node.state in _ROUTABLE
-            and not node.draining
-            and node.kind is not None
-            and node not in self._tried
-            and node.breaker.would_admit()
-        )
+        return node not in self._tried and usable(node)
 
 
 def _unheard(failure: NodeFailure) -> bool:

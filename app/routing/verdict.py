@@ -14,6 +14,7 @@ from app.errors import (
     SpendingRefused,
     Unavailable,
 )
+from app.routing.obstacles import obstacles, state_of
 from app.routing.plan import Plan
 from app.routing.registry import Candidate, Node
 
@@ -133,11 +134,7 @@ def _local_retry_after(plan: Plan) -> float:
 
 
 def _why_not(node: Node) -> str:
-    if node.draining:
-        return "draining"
-    if node.breaker.state != "closed":
-        return f"left alone after failures, the last: {node.breaker.reason}"
-    return f"{node.state.value}, {node.reason}" if node.reason else node.state.value
+    return next((obstacle.message for obstacle in obstacles(node)), state_of(node))
 
 
 def _cloud_note(plan: Plan) -> str:

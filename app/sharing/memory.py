@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from app.domain import Period
-from app.sharing.meter import Account, Flow, Hold, ReadSpent, Refusal, Spent
+from app.sharing.meter import Account, Flow, Hold, ReadSpent, Refusal, Spent, exhausted
 from app.sharing.periods import bounds
 from app.sharing.turns import Turns
 
@@ -184,7 +184,7 @@ class MemoryMeter:
     def _over_budget(self, hold: Hold, pools: list[Pool]) -> Refusal | None:
         for account, pool in zip(hold.accounts, pools, strict=True):
             spending = self._pools[pool]
-            if spending.without(hold.id) >= account.budget.limit:
+            if exhausted(account, spending.without(hold.id)):
                 return over_budget(account, hold, only_held=spending.settled < account.budget.limit)
         return None
 

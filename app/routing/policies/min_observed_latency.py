@@ -6,6 +6,7 @@ import random
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from app.routing.policies.base import Policy, Terms
 from app.routing.policies.load import unfinished
 from app.routing.registry import Candidate, Node
 
@@ -13,13 +14,15 @@ _EXPLORED_SAMPLES = 3  # with fewer, a mean says little
 _FORGOTTEN_AFTER = 100  # choices
 
 
-class MinObservedLatency:
+class MinObservedLatency(Policy):
     """By the mean of the last 15 whole answers x (in flight + 1) / weight, ties by lot.
 
     The load multiplies: the mean is known only when answers are over, and until then everything would go to one node.
     A node with few samples is tried first, but only so many times: one that fails has none to show, and a failure must
     not earn it more. A node that was not chosen for long is tried once, or a bad minute would count for ever.
     """
+
+    lots = "equal scores are drawn by lot"
 
     def __init__(self, uniform: random.Random | None = None) -> None:
         self._uniform = (uniform or random.Random()).random
@@ -28,13 +31,31 @@ class MinObservedLatency:
     def rank(self, candidates: list[Candidate]) -> list[Candidate]:
         if len(candidates) < 2:
             return candidates
-        # Nothing suggests that a node which has shown nothing is better than the worst.
-        unknown = max(_mean(candidate.node, 0.0) for candidate in candidates) or 1.0
+        unknown = _unknown(candidates)
         newest = max(candidate.node.picked for candidate in candidates)
         ranked = sorted(candidates, key=lambda candidate: self._key(candidate, unknown, newest))
         if self._unexplored(ranked[0].node):
             self._tries[ranked[0].node] = self._tries.get(ranked[0].node, 0) + 1
         return ranked
+
+    def rehearsal(self) -> MinObservedLatency:
+        other = MinObservedLatency()
+        other._tries = self._tries.copy()
+        return other
+
+    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+        unknown = _unknown(candidates)
+        newest = max((candidate.node.picked for candidate in candidates), default=0)
+        return [self._terms(candidate, unknown, newest) for candidate in candidates]
+
+    def _terms(self, candidate: Candidate, unknown: float, newest: int) -> Terms:
+        settled, score, *_ = self._key(candidate, unknown, newest)
+        return {
+            "score": score if settled else 0.0,  # the others are tried first
+            "mean_seconds": _mean(candidate.node, unknown),
+            "samples": len(candidate.node.latencies),
+            "unfinished": unfinished(candidate),
+        }
 
     def _key(self, candidate: Candidate, unknown: float, newest: int) -> tuple[bool, float, bool, float]:
         node = candidate.node
@@ -44,6 +65,11 @@ class MinObservedLatency:
 
     def _unexplored(self, node: Node) -> bool:
         return len(node.latencies) < _EXPLORED_SAMPLES and self._tries.get(node, 0) < _EXPLORED_SAMPLES
+
+
+def _unknown(candidates: list[Candidate]) -> float:
+    """The mean of a node that has shown nothing: nothing suggests that it is better than the worst."""
+    return max((_mean(candidate.node, 0.0) for candidate in candidates), default=0.0) or 1.0
 
 
 def _mean(node: Node, otherwise: float) -> float:

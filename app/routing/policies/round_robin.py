@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """In turn over whichever nodes can serve, so that one node's absence leaves no gap in the order."""
 
     def rank(self, candidates: list[Candidate]) -> list[Candidate]:
         return sorted(candidates, key=lambda candidate: candidate.node.picked)
+
+    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+        return [{"score": candidate.node.picked} for candidate in candidates]

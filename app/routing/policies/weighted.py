@@ -5,10 +5,11 @@ from __future__ import annotations
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate, Node
 
 
-class Weighted:
+class Weighted(Policy):
     """Smooth weighted round robin: shares are exact over any run, and a heavy node's turns are spread out.
 
     Each choice adds every candidate's share to its credit and takes the whole from the winner's (the method is
@@ -27,6 +28,16 @@ class Weighted:
         ranked = sorted(candidates, key=lambda candidate: (-self._credit[candidate.node], candidate.node.picked))
         self._credit[ranked[0].node] -= sum(shares.values())
         return ranked
+
+    def rehearsal(self) -> Weighted:
+        other = Weighted()
+        other._credit = self._credit.copy()
+        return other
+
+    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+        shares = _shares([candidate.node for candidate in candidates])
+        credit = [self._credit.get(node, 0.0) + share for node, share in shares.items()]
+        return [{"score": -each, "share": share} for each, share in zip(credit, shares.values(), strict=True)]
 
 
 def _shares(nodes: list[Node]) -> dict[Node, float]:
