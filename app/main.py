@@ -19,12 +19,12 @@ from starlette.types import ASGIApp
 
 from app import __version__
 from app.declarations import local_node
-from app.domain import NodeSpec, Operation
+from app.domain import Caller, NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
 from app.fronts.dashboard import Dashboard
 from app.fronts.door import FrontDoor
-from app.fronts.explain import RequestApi
+from app.fronts.explain import ExplainApi, RequestApi
 from app.fronts.keys import KeyApi
 from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
@@ -44,6 +44,7 @@ from app.routing.asking import Asking, Timeouts
 from app.routing.breaker import Breaker
 from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
+from app.routing.explain import Explainer
 from app.routing.links import Links
 from app.routing.membership import Membership
 from app.routing.node_store import NodeStore
@@ -96,6 +97,7 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
     Of several processes with one nodes file only one `keeps_nodes`; the others read it.
     """
     instance_id = new_instance_id()
+    max_body_bytes = int(settings.max_body_mb * 2**20)
     sink = sink or open_writer()
     log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
@@ -211,8 +213,17 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
             on_reconciled=treasury.reconciled if treasury else None,
         ).router()
     )
-    ring = Ring(settings.lb_strategy)
+    ring = Ring(settings.lb_strategy, has_cloud=bool(settings.cloud_specs()))
     app.include_router(RequestApi(ring, doors).router())
+    explainer = Explainer(
+        registry=registry,
+        dispatcher=dispatcher,
+        choice=choice,
+        policy=settings.lb_strategy,
+        max_attempts=settings.max_attempts,
+    )
+    callers = treasury.keys.callers if treasury else tuple[Caller, ...]
+    app.include_router(ExplainApi(explainer, doors, callers, max_body_bytes).router())
     snapshots = Snapshots(
         About(__version__, instance_id, settings.lb_strategy, time.monotonic()),
         registry=registry,
@@ -233,7 +244,7 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
             doors=doors,
             reports=reports,
             on_bug=reporter.bug,
-            max_body_bytes=int(settings.max_body_mb * 2**20),
+            max_body_bytes=max_body_bytes,
             closing=lambda: phase.closing,
             turnstile=turnstile,
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from app.domain import ANYBODY, LOCAL_TIER, AttemptRecord, Operation, Outcome, Request, tier_name
 from app.errors import HearthError, NodeFailure
+from app.routing.gate import NO_CLOUD
 from app.routing.trail import Trail
 from app.telemetry.report import UNROUTED
 
@@ -29,6 +30,7 @@ class Record(NamedTuple):
     key: str  # the caller's id; "" = none was needed
     key_name: str
     policy: str
+    has_cloud: bool  # whether there is any cloud target
     trail: Trail
     outcome: Outcome
     status: int | None  # of the answer; None = the client left before there was one
@@ -92,6 +94,8 @@ class Record(NamedTuple):
             return str(trail.fallback).replace("_", " ") or "the route has no local model"
         if trail.cloud_refusal:
             return trail.cloud_refusal
+        if not self.has_cloud:
+            return NO_CLOUD
         if unpaid:
             return unpaid
         if not trail.routed or trail.route == UNROUTED:
@@ -104,8 +108,9 @@ class Record(NamedTuple):
 class Ring:
     """A report that remembers the latest requests of this process."""
 
-    def __init__(self, policy: str, size: int = _DEFAULT_SIZE) -> None:
+    def __init__(self, policy: str, has_cloud: bool, size: int = _DEFAULT_SIZE) -> None:
         self._policy = policy
+        self._has_cloud = has_cloud
         self._records: deque[Record] = deque(maxlen=size)
         self.seq = 0  # the latest record's
 
@@ -137,6 +142,7 @@ class Ring:
                 caller.id,
                 caller.name,
                 self._policy,
+                self._has_cloud,
                 trail,
                 outcome,
                 status,
