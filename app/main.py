@@ -58,11 +58,14 @@ from app.sharing.fleet import Fleet
 from app.sharing.limits import Limits
 from app.sharing.link import Link
 from app.sharing.presence import new_instance_id
+from app.telemetry.counts import Counts
+from app.telemetry.gauges import sharing_gauges
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
 from app.telemetry.money import Money
 from app.telemetry.report import Reporter
 from app.telemetry.ring import Ring
+from app.telemetry.slates import Slates
 from app.telemetry.snapshot import About, Snapshots
 from app.tls import Trust
 from app.upstream import Upstream
@@ -91,10 +94,12 @@ class Phase:
     closing: bool = False
 
 
-def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes: bool = True) -> FastAPI:
+def create_app(
+    settings: Settings, sink: LineSink | None = None, *, keeps_nodes: bool = True, slates: Slates | None = None
+) -> FastAPI:
     """The whole gateway as an ASGI app. Opens nothing before its lifespan begins.
 
-    Of several processes with one nodes file only one `keeps_nodes`; the others read it.
+    Of several processes with one nodes file only one `keeps_nodes`; the others read it. Their metrics meet in `slates`.
     """
     instance_id = new_instance_id()
     max_body_bytes = int(settings.max_body_mb * 2**20)
@@ -113,9 +118,9 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         log=log,
         trust=trust,
     )
-    metrics = Metrics(registry, admission)
+    metrics = Metrics(registry, admission, slates, log.warning)
     line = make_request_line(sink, settings.log_level, settings.log_format)
-    reporter = Reporter(log, line, metrics, settings.lb_strategy)
+    reporter = Reporter(log, line, settings.lb_strategy)
     upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout, trust)
     calls = NodeCalls(trust)
     links = Links(calls, disaggregations(_migration(settings)))
@@ -140,6 +145,7 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
             on_freed=admission.freed,
             on_trouble=log.warning,
         )
+        metrics.add(sharing_gauges(link, lambda: fleet.peers))
     estimator = TokenEstimator()
     limits = Limits(link)
     treasury = _treasury(
@@ -151,11 +157,14 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         alive=fleet.alive if fleet else None,
         estimator=estimator,
         on_trouble=log.warning,
+        on_row=metrics.counts.booked,
     )
+    if treasury is not None:
+        metrics.add_source(treasury.funds())
     choice = Choice(
         POLICIES[settings.lb_strategy](),
         admission,
-        metrics,
+        metrics.counts,
         settings.first_token_timeout,
         purse=treasury.purse if treasury else None,
     )
@@ -167,7 +176,9 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         asking=asking,
         retry=Retry(settings.max_attempts),
         request_seconds=settings.request_timeout,
-        pairs=Pairs(choice, asking, links, _leaks(metrics, log)) if settings.serving_strategy == "DistServe" else None,
+        pairs=Pairs(choice, asking, links, _leaks(metrics.counts, log))
+        if settings.serving_strategy == "DistServe"
+        else None,
         suspect=prober.suspect,
         on_missing=reporter.advice.missing,
     )
@@ -182,7 +193,9 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(upstream, calls, prober, membership, links, keeps_nodes, link, fleet, limits, treasury),
+        lifespan=_lifespan(
+            upstream, calls, prober, membership, links, keeps_nodes, link, fleet, limits, treasury, metrics
+        ),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
@@ -236,7 +249,7 @@ def create_app(settings: Settings, sink: LineSink | None = None, *, keeps_nodes:
     )
     app.include_router(Dashboard(snapshots, doors, sessions, registry, membership).router())
     turnstile = Turnstile(limits, estimator.estimate_prompt)
-    reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), reporter, ring]
+    reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), metrics.counts, reporter, ring]
     for path, operation in _ROUTES.items():
         endpoint = Inference(
             operation,
@@ -269,10 +282,11 @@ def _lifespan(
     fleet: Fleet | None,
     limits: Limits,
     treasury: Treasury | None,
+    metrics: Metrics,
 ) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream, calls, link or nullcontext(), limits, treasury or nullcontext():
+        async with upstream, calls, link or nullcontext(), limits, treasury or nullcontext(), metrics:
             await membership.restore()
             background = [asyncio.create_task(prober.run(), name="probes")]
             if keeps_nodes:
@@ -314,12 +328,12 @@ def _node(spec: NodeSpec, settings: Settings, log: Logger) -> Node:
     return Node(spec, breaker, KINDS[spec.kind] if spec.kind else None)
 
 
-def _leaks(metrics: Metrics, log: Logger) -> Callable[[Node], None]:
+def _leaks(counts: Counts, log: Logger) -> Callable[[Node], None]:
     """Counts every leak, and says once for each node what it means."""
     told: WeakSet[Node] = WeakSet()
 
     def leaked(node: Node) -> None:
-        metrics.leak(node)
+        counts.leak(node)
         if node not in told:
             told.add(node)
             log.warning(

@@ -15,6 +15,7 @@ from app.telemetry.logs import LineSink, Logger, StandardBridge, make_logger, op
 
 if TYPE_CHECKING:
     from app.settings import Settings
+    from app.telemetry.slates import Slates
     from app.workers import Channel
 
 
@@ -56,15 +57,17 @@ def _run_workers(settings: Settings, flags: Sequence[str], log: Logger) -> int:
     return supervise(settings, flags, log)
 
 
-def serve_worker(settings: Settings, index: int, channel: Channel, listeners: Sequence[socket.socket]) -> int:
-    """Serves as one of several, on these sockets. Only the first worker writes the nodes file."""
+def serve_worker(
+    settings: Settings, index: int, slates: Slates, channel: Channel, listeners: Sequence[socket.socket]
+) -> int:
+    """Serves as one of several, on these sockets. Only the first worker writes the nodes file; all share `slates`."""
     from app.main import create_app
     from app.server import make_server
     from app.workers import WholeLines
 
     sink = open_writer(cast(BinaryIO, WholeLines(sys.stderr.buffer, str(os.getpid()))))
     _logger(settings, sink)
-    app = create_app(settings, sink, keeps_nodes=index == 0)
+    app = create_app(settings, sink, keeps_nodes=index == 0, slates=slates)
 
     def closing() -> None:
         app.state.phase.closing = True

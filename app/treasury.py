@@ -17,6 +17,8 @@ from app.ledger.keys import KeyBook
 from app.ledger.prices import PriceBook
 from app.ledger.purse import LedgerPurse, budgets
 from app.ledger.report import LostSpend
+from app.ledger.reservations import OpenReservations
+from app.ledger.rows import RequestRow
 from app.ledger.store import Store
 from app.ledger.usage import LedgerBooks
 from app.ledger.writer import Writer
@@ -27,6 +29,7 @@ from app.sharing.link import Link
 from app.sharing.memory import MemoryMeter
 from app.sharing.meter import GATEWAY, Account, key_scope, provider_scope, route_scope
 from app.sharing.shared import FailurePolicy, SharedMeter
+from app.telemetry.funds import Funds
 
 _LOST_AFTER_MS = 15_000  # a process that was not heard of for so long, as processes beat every second
 _LOOK_FOR_LOST_SECONDS = 5.0
@@ -58,6 +61,7 @@ class Treasury:
         alive: Alive | None,
         estimator: TokenEstimator,
         on_trouble: Callable[..., None],
+        on_row: Callable[[RequestRow], None],
     ) -> None:
         self._cloud = settings.cloud_specs()
         self._routes = routes
@@ -69,6 +73,7 @@ class Treasury:
         self._store = Store(url)
         self._prices = PriceBook(settings.cloud_prices)
         self._writer = Writer(self._store, on_trouble)
+        self._reservations = OpenReservations(self._writer)
         self._meter = self._make_meter(settings, link)
         self._stack = AsyncExitStack()
         self._equivalents: dict[str, tuple[NodeSpec, str] | None] = {}
@@ -82,7 +87,7 @@ class Treasury:
         self.purse = LedgerPurse(
             prices=self._prices,
             meter=self._meter,
-            log=self._writer,
+            log=self._reservations,
             estimator=estimator,
             budget=settings.cloud_budget(),
             max_tokens=settings.cloud_max_tokens,
@@ -96,6 +101,7 @@ class Treasury:
             instance=instance,
             spec_of=self._spec_of,
             in_the_cloud=self._in_the_cloud,
+            on_row=on_row,
         )
 
     def _make_meter(self, settings: Settings, link: Link | None) -> MemoryMeter | SharedMeter:
@@ -128,8 +134,22 @@ class Treasury:
     async def reconciled(self, lost: LostSpend, cost: int) -> None:
         """An operator knows what a lost attempt came to: its budgets are read from the ledger again."""
         scopes = {GATEWAY, key_scope(lost.key), route_scope(lost.route), provider_scope(lost.node)}
-        of_keys = (Account(key_scope(each.id), each.budget) for each in self.keys.callers() if each.budget is not None)
-        self._meter.look_again([account for account in (*self.accounts, *of_keys) if account.scope in scopes], lost.at)
+        self._meter.look_again([account for account in self.all_accounts() if account.scope in scopes], lost.at)
+
+    def all_accounts(self) -> list[Account]:
+        """Every budget that there is now: those of the settings, and then those of keys, always in the same order."""
+        callers = sorted(self.keys.callers(), key=lambda caller: caller.id)
+        of_keys = [Account(key_scope(each.id), each.budget) for each in callers if each.budget is not None]
+        return [*self.accounts, *of_keys]
+
+    def funds(self) -> Funds:
+        """The metrics of all this."""
+        return Funds(
+            accounts=self.all_accounts,
+            spent=lambda account: self._meter.spent(account, _now_ms()),
+            reserved=lambda: len(self._reservations),
+            rows=self._writer,
+        )
 
     async def _load_prices(self) -> None:
         """Of all models that the settings name, so that no request waits for it."""

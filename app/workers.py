@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from app.ports import DRAIN_SECONDS, close, listen
+from app.telemetry.slates import Slates, open_slates
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -199,19 +200,41 @@ class Supervisor:
 def supervise(settings: Settings, flags: Sequence[str], log: Logger) -> int:
     """Runs the workers until a signal comes; `flags` are those of `serve`. Raises `PortTaken`."""
     slots = [Slot(index, listeners) for index, listeners in enumerate(_listeners(settings))]
+    slates = open_slates()
+    places = Places()
 
     def start(index: int, listeners: list[socket.socket], channel: socket.socket) -> subprocess.Popen[bytes]:
-        handles = [channel.fileno(), *(listener.fileno() for listener in listeners)]
-        words = [str(index), ",".join(map(str, handles)), *flags]
+        place = places.free()
+        handles = [slates, channel.fileno(), *(listener.fileno() for listener in listeners)]
+        words = [str(index), str(place), ",".join(map(str, handles)), *flags]
         # A group of its own: the terminal's Ctrl-C goes to the parent, which passes it on.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "app.workers", *words],
             stdin=subprocess.DEVNULL,
             pass_fds=handles,
             start_new_session=True,
         )
+        places.take(place, process)
+        return process
 
-    return Supervisor(slots, start, log).run()
+    try:
+        return Supervisor(slots, start, log).run()
+    finally:
+        os.close(slates)
+
+
+class Places:
+    """Which place for its metrics each worker has: one that nobody has any more, if there is one."""
+
+    def __init__(self) -> None:
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def free(self) -> int:
+        ended = (place for place, holder in enumerate(self._holders) if holder.poll() is not None)
+        return next(ended, len(self._holders))
+
+    def take(self, place: int, holder: subprocess.Popen[bytes]) -> None:
+        self._holders[place : place + 1] = [holder]
 
 
 def _listeners(settings: Settings) -> Iterator[list[socket.socket]]:
@@ -322,18 +345,19 @@ class WholeLines:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one worker: its index, the handles of its channel and sockets, and the flags of `serve`."""
+    """Runs one worker: its index and place, its handles (metrics, channel, sockets), and the flags of `serve`."""
     from app.settings import SettingsError, load_settings
     from app.start import serve_worker
 
-    index, handles, *flags = argv
-    channel, *listeners = (socket.socket(fileno=int(handle)) for handle in handles.split(","))
+    index, place, given, *flags = argv
+    slates, *handles = map(int, given.split(","))
+    channel, *listeners = (socket.socket(fileno=handle) for handle in handles)
     try:
         settings = load_settings(flags)
     except SettingsError as error:
         print(f"hearth: {error.message}", file=sys.stderr)
         return 2
-    return serve_worker(settings, int(index), Channel(channel), listeners)
+    return serve_worker(settings, int(index), Slates(slates, int(place)), Channel(channel), listeners)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Bookkeeper:
         instance: str,
         spec_of: Callable[[str], NodeSpec | None],
         in_the_cloud: Callable[[str], tuple[NodeSpec, str] | None],
+        on_row: Callable[[RequestRow], None] = lambda row: None,
     ) -> None:
         """`spec_of` finds a local node by name; `in_the_cloud` says who would serve a model there, and as what."""
         self._log = log
@@ -48,6 +49,7 @@ class Bookkeeper:
         self._instance = instance
         self._spec_of = spec_of
         self._in_the_cloud = in_the_cloud
+        self._on_row = on_row
 
     def __call__(
         self,
@@ -65,35 +67,35 @@ class Bookkeeper:
         local = trail.tier == LOCAL_TIER and bool(trail.node)
         served = local and outcome is Outcome.OK
         ms = round(trail.seconds() * 1000)
-        self._log.add(
-            RequestRow(
-                id=trail.row,
-                request_id=request_id,
-                at=time.time_ns() // 1_000_000 - ms,
-                instance=self._instance,
-                key=request.caller.id,
-                operation=operation,
-                route=trail.route,
-                model=trail.model,
-                node=trail.node,
-                tier=trail.tier,
-                outcome=outcome,
-                code=_code(error),
-                fallback=trail.fallback,
-                attempts=trail.tried,
-                tokens_in=usage.prompt_tokens,
-                tokens_out=usage.completion_tokens,
-                tokens_cached=usage.cached_tokens,
-                estimated=estimated,
-                cost=trail.cost + (self._local_cost(trail, usage) if local else 0),
-                saved=self._saved(request.model, usage) if served else 0,
-                queued_ms=round(trail.queued_seconds * 1000),
-                first_content_ms=None
-                if trail.first_content is None
-                else round((trail.first_content - trail.started) * 1000),
-                ms=ms,
-            )
+        row = RequestRow(
+            id=trail.row,
+            request_id=request_id,
+            at=time.time_ns() // 1_000_000 - ms,
+            instance=self._instance,
+            key=request.caller.id,
+            operation=operation,
+            route=trail.route,
+            model=trail.model,
+            node=trail.node,
+            tier=trail.tier,
+            outcome=outcome,
+            code=_code(error),
+            fallback=trail.fallback,
+            attempts=trail.tried,
+            tokens_in=usage.prompt_tokens,
+            tokens_out=usage.completion_tokens,
+            tokens_cached=usage.cached_tokens,
+            estimated=estimated,
+            cost=trail.cost + (self._local_cost(trail, usage) if local else 0),
+            saved=self._saved(request.model, usage) if served else 0,
+            queued_ms=round(trail.queued_seconds * 1000),
+            first_content_ms=None
+            if trail.first_content is None
+            else round((trail.first_content - trail.started) * 1000),
+            ms=ms,
         )
+        self._log.add(row)
+        self._on_row(row)
 
     def _usage(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
         """What the node counted, or a guess; and whether it is one."""

@@ -1,4 +1,4 @@
-"""The end of a request, told once: one log line, and the metrics."""
+"""The end of a request, told once, in one log line."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from app.errors import HearthError, NodeFailure
 from app.routing.trail import Trail
 from app.telemetry.advice import Advice
 from app.telemetry.logs import Logger, RequestLine
-from app.telemetry.metrics import Metrics
 
 UNROUTED = "unrouted"
 
 
 class Reporter:
-    """Writes one line and counts once for every request, whatever it came to."""
+    """Writes one line for every request, whatever it came to."""
 
-    def __init__(self, log: Logger, line: RequestLine, metrics: Metrics, policy: str) -> None:
+    def __init__(self, log: Logger, line: RequestLine, policy: str) -> None:
         self._line = line
         self._log = log
-        self._metrics = metrics
         self._policy = policy
         self.advice = Advice(log)
 
@@ -34,7 +32,6 @@ class Reporter:
         error: HearthError | NodeFailure | None,
     ) -> None:
         trail.route = trail.route or UNROUTED
-        self._metrics.request(operation, trail, outcome)
         fields = self._fields(request, request_id, operation, trail, outcome, error)
         if trail.context_filled is not None:
             self.advice.filled(trail)

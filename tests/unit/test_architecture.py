@@ -23,7 +23,7 @@ ALONE = {
     "pybreaker": {"routing/breaker.py"},
     "tenacity": {"routing/retry.py"},
     "pydantic_settings": {"settings.py"},
-    "prometheus_client": {"telemetry/metrics.py", "telemetry/tallies.py"},
+    "prometheus_client": {"telemetry/process.py"},
     "structlog": {"telemetry/logs.py"},
     "httpx": {"probes.py", "node_calls.py", "node_clients.py"},
     "uvicorn": {"server.py"},
