@@ -66,10 +66,10 @@ class Reply:
             while not self.complete:
                 data = b"" if self._answer.ended else await self._read()
                 out = self._answer.feed(data) if data else b""
+                self._trail.events += out.count(EVENT)
                 if not data or self._answer.ended:
                     out = self._last(out)
                 if out:
-                    self._trail.events += out.count(EVENT)
                     return out
         except NodeFailure as failure:
             self._trail.usage = self._answer.usage
@@ -91,13 +91,14 @@ class Reply:
     def _last(self, out: bytes) -> bytes:
         """Ends the answer. What came before a break is the client's all the same; the next call tells of the break."""
         try:
-            out += self._answer.finish()
+            rest = self._answer.finish()
         except NodeFailure:
             if not out:
                 raise
-        else:
-            self._complete()
-        return out
+            return out
+        self._trail.events += rest.count(EVENT)
+        self._complete()
+        return out + rest
 
     def _complete(self) -> None:
         self.complete = True
