@@ -92,7 +92,7 @@ def reconcile(
     spend_id: Annotated[str, typer.Argument(metavar="ID", help="One that `usage lost` lists.")],
     cost_usd: Annotated[str, typer.Option(metavar="DOLLARS", help="What the provider took for it.")],
 ) -> None:
-    """Say what a lost spend did cost. A gateway that runs counts it as reserved till its next start."""
+    """Say what a lost spend did cost. Gateways that run hear of it within seconds."""
     from app.setting_values import micro_dollars
 
     try:

@@ -149,6 +149,13 @@ class Store:
             change = change.where(spend.c.instance.not_in(list(instances_alive)))
         return await self._changed(change)
 
+    async def lost(self) -> tuple[int, int]:
+        """How many rows are lost, and the micro-dollars that were reserved for them. Cheap."""
+        sums = select(func.count(), func.coalesce(func.sum(spend.c.reserved), 0)).where(spend.c.state == "lost")
+        async with self.connect() as connection:
+            count, reserved = (await connection.execute(sums)).one()
+        return int(count), int(reserved)
+
     async def reconcile(self, spend_id: str, cost: int) -> bool:
         """An operator knows what a lost attempt came to. False when no lost row has this id."""
         change = (

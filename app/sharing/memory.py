@@ -102,6 +102,7 @@ class MemoryMeter:
         self._on_spent = on_spent
         self._pools: dict[Pool, _Spending] = {}
         self._holding: dict[str, set[Pool]] = {}  # by the hold's id
+        self._stale: set[Pool] = set()  # to be read anew
         self._settled: dict[str, int] = {}  # id -> cost, the latest ones
         self._reading: Turns[Pool] = Turns()
         self._empty_at: dict[tuple[str, str], float] = {}
@@ -142,25 +143,32 @@ class MemoryMeter:
         """Begins anew, and reads the ledger again for every account. What is settled later still counts once."""
         self._pools.clear()
         self._holding.clear()
+        self._stale.clear()
         self._empty_at.clear()
 
     def look_again(self, accounts: Iterable[Account], at: int) -> None:
         """Reads the ledger anew for these accounts' pools when they are next asked for."""
-        for account in accounts:
-            pool = pool_of(account, at)
-            if pool in self._pools:
-                self._drop(pool)
+        self._stale.update(pool_of(account, at) for account in accounts)
 
     async def _seed(self, pool: Pool) -> None:
-        if pool not in self._pools:
-            async with self._reading.at(pool):
-                if pool not in self._pools:
-                    self._begin(pool, await self._read_spent(pool.scope, pool.start))
+        if self._known(pool):
+            return
+        async with self._reading.at(pool):
+            if not self._known(pool):
+                spent = await self._read_spent(pool.scope, pool.start)
+                self._stale.discard(pool)
+                self._begin(pool, spent)
+
+    def _known(self, pool: Pool) -> bool:
+        return pool in self._pools and pool not in self._stale
 
     def _begin(self, pool: Pool, spent: Spent) -> None:
         self._sweep()
+        before = self._pools.get(pool)
         spending = self._pools[pool] = _Spending(spent.settled)
-        for hold_id, amount in spent.open.items():
+        # The ledger has not heard yet of what was granted just now.
+        granted = before.holds if before is not None else {}
+        for hold_id, amount in {**granted, **spent.open}.items():
             if hold_id in self._settled:  # the ledger will hear of it soon
                 spending.settled += self._settled[hold_id]
             else:
@@ -239,6 +247,7 @@ class MemoryMeter:
             self._drop(pool)
 
     def _drop(self, pool: Pool) -> None:
+        self._stale.discard(pool)
         for hold_id in self._pools.pop(pool).holds:
             pools = self._holding[hold_id]
             pools.discard(pool)

@@ -85,7 +85,12 @@ class SharedMeter:
     async def reserve(self, hold: Hold) -> Refusal | None:
         asked = self._link.up
         try:
-            return await self._reserve(hold)
+            refusal = await self._reserve(hold)
+            if refusal is not None and len(self._settlements):
+                # What has ended here makes room first: perhaps an attempt that this one is the fallback of.
+                await self._settlements.flush()
+                refusal = await self._reserve(hold)
+            return refusal
         except LinkDown:
             refusal = await self._reserve_alone(hold)
             if refusal is not None and asked:
