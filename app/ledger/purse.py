@@ -102,12 +102,7 @@ class LedgerPurse:
             await self._log.opened(self._row(hold, request, route, candidate, trail))
         except LedgerUnavailable as error:
             reservation.release()
-            raise SpendingRefused(
-                f"the cloud was not asked, as what it costs could not be written down: {error.message}",
-                code="ledger_unavailable",
-                status=503,
-                retry_after_seconds=2.0,
-            ) from error
+            raise _unwritten(error) from error
         except BaseException:
             reservation.release()
             raise
@@ -154,6 +149,8 @@ class LedgerPurse:
             if self._settling:  # what has ended makes room first: perhaps this request's own last attempt
                 await asyncio.wait(self._settling)
             refusal = await self._meter.reserve(hold)
+        except LedgerUnavailable as error:
+            raise _unwritten(error) from error  # what was spent could not even be read
         except BaseException:
             self._settle(hold, 0, 0)  # it may have been granted in the moment in which the client left
             raise
@@ -264,6 +261,15 @@ def _price_unknown(candidate: Candidate) -> SpendingRefused:
         f"the cloud was not asked: what {candidate.model} costs at {candidate.node.name} is not known, and there is a "
         "budget to keep; set its price in CLOUD_PRICES",
         code="price_unknown",
+    )
+
+
+def _unwritten(error: LedgerUnavailable) -> SpendingRefused:
+    return SpendingRefused(
+        f"the cloud was not asked, as what it costs could not be written down: {error.message}",
+        code="ledger_unavailable",
+        status=503,
+        retry_after_seconds=2.0,
     )
 
 

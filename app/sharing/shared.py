@@ -69,7 +69,7 @@ class SharedMeter:
         self._settlements = Settlements(link, on_trouble, on_spent)
         self._seeding: Turns[str] = Turns()
         self._alone = False  # the fallback was asked
-        self._doubtful: set[str] = set()  # pools that the fallback granted from
+        self._doubtful: set[str] = set()  # pools that the fallback granted from, or that are to be looked at again
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -130,7 +130,7 @@ class SharedMeter:
 
         Each is taken by one process of all.
         """
-        await self._end_being_alone()
+        await self._doubt()
         began, *due = await self._link.script(TAKE_DUE, [_DUE], [self._now(), _LOOKED_AT, _CLAIMED_MS])
         for key in due:
             pool = _pool(key.decode())
@@ -192,15 +192,16 @@ class SharedMeter:
             args += [hold_id, amount]
         await self._link.script(SET, [_DUE, _key(pool), *map(_settled, spent.open)], args)
 
-    async def _end_being_alone(self) -> None:
-        """Has the pools compared that the fallback granted from, and the fallback begin with the ledger next time."""
-        if not self._alone:
+    async def _doubt(self) -> None:
+        """Has the doubtful pools compared, and the fallback, if it was asked, begin with the ledger next time."""
+        if not (self._alone or self._doubtful):
             return
         doubtful = list(self._doubtful)
         await self._link.script(DOUBT, [_DUE, *doubtful], [self._now()])
         self._doubtful.difference_update(doubtful)
-        self._alone = False
-        self._fallback.forget()
+        if self._alone:
+            self._alone = False
+            self._fallback.forget()
 
     async def _look_after(self) -> None:
         while True:
