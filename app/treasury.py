@@ -193,16 +193,23 @@ class Treasury:
             )
 
     async def _look_for_lost(self) -> None:
-        """Gives up what dead processes left open, until it is cancelled."""
+        """Gives up what dead processes left open, and hears of what operators know of it, until it is cancelled."""
+        known = None  # so that it looks once in any case: somebody may have reconciled while no gateway ran
         while True:
-            await asyncio.sleep(_LOOK_FOR_LOST_SECONDS)
-            alive = None if self._alive is None else await self._alive()
-            if alive is None:
-                continue
             try:
-                await self._store.lose_open({*alive, self._instance}, _now_ms() - _LOST_AFTER_MS)
+                await self._give_up()
+                lost = await self._store.lost()
+                if lost != known:
+                    self._meter.look_again(self.all_accounts(), _now_ms())
+                known = lost
             except LedgerUnavailable:
-                continue  # the writer tells of it
+                pass  # the writer tells of it
+            await asyncio.sleep(_LOOK_FOR_LOST_SECONDS)
+
+    async def _give_up(self) -> None:
+        alive = None if self._alive is None else await self._alive()
+        if alive is not None:
+            await self._store.lose_open({*alive, self._instance}, _now_ms() - _LOST_AFTER_MS)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
