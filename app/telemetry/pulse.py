@@ -38,7 +38,8 @@ class _Step:
         trail = record.trail
         self.requests += 1
         self.failed += record.outcome is Outcome.FAILED
-        if trail.first_content is not None:
+        # What is no stream has its first token with all others, whenever the node made it.
+        if record.stream and trail.first_content is not None:
             self._sample((trail.first_content - trail.started) * 1000)
         if not trail.node or record.outcome is not Outcome.OK:
             return
