@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 _HALF_BYTES = 16 * 2**20  # only what is written takes memory
 _PLACE_BYTES = 2 * _HALF_BYTES
-_HEADER = struct.Struct("<QdQI")  # sequence, when (monotonic seconds, the same for all processes), bytes, their CRC
+_HEADER = struct.Struct("<QdQ")  # sequence, when (monotonic seconds, the same for all processes), bytes of content
+_CHECK = struct.Struct("<I")  # the CRC of header and content: a killed process may have written half of either
+_HEAD_BYTES = _HEADER.size + _CHECK.size
 _FRESH_SECONDS = 3.5
 
 
@@ -53,12 +55,13 @@ class Slates:
 
     def write(self, content: bytes) -> None:
         """Replaces what is in this worker's place. Raises OSError when there is no memory."""
-        if len(content) > _HALF_BYTES - _HEADER.size:
+        if len(content) > _HALF_BYTES - _HEAD_BYTES:
             raise OSError(f"the metrics of one worker have {len(content)} bytes, which are too many")
         self._sequence += 1
-        header = _HEADER.pack(self._sequence, time.monotonic(), len(content), zlib.crc32(content))
+        header = _HEADER.pack(self._sequence, time.monotonic(), len(content))
+        check = _CHECK.pack(zlib.crc32(content, zlib.crc32(header)))
         # The other half stays whole if this process is killed in the middle of it.
-        os.pwrite(self._handle, header + content, _offset(self._place, self._sequence % 2))
+        os.pwrite(self._handle, header + check + content, _offset(self._place, self._sequence % 2))
 
     def others(self) -> Iterator[Slate]:
         """What other workers wrote last, also those that have ended."""
@@ -74,12 +77,13 @@ class Slates:
 
     def _read(self, place: int, half: int) -> tuple[int, float, bytes] | None:
         offset = _offset(place, half)
-        header = os.pread(self._handle, _HEADER.size, offset)
-        if len(header) < _HEADER.size:
+        head = os.pread(self._handle, _HEAD_BYTES, offset)
+        if len(head) < _HEAD_BYTES:
             return None
-        sequence, at, length, check = _HEADER.unpack(header)
-        content = os.pread(self._handle, length, offset + _HEADER.size)
-        if not sequence or zlib.crc32(content) != check:
+        header, check = head[: _HEADER.size], head[_HEADER.size :]
+        sequence, at, length = _HEADER.unpack(header)
+        content = os.pread(self._handle, min(length, _HALF_BYTES), offset + _HEAD_BYTES)
+        if not sequence or _CHECK.pack(zlib.crc32(content, zlib.crc32(header))) != check:
             return None
         return sequence, at, content
 
