@@ -54,14 +54,14 @@ class Workers(GatewayProcess):
     def pid(self) -> int:
         return self._running.pid
 
-    async def all_serve(self, count: int) -> list[int]:
+    async def all_serve(self, count: int, seconds: float = START_SECONDS) -> list[int]:
         """Waits until so many workers know the nodes, and returns their numbers."""
 
         def served() -> set[int]:
             changes = [line for line in self.lines if line["event"] == "node changed" and line["state"] == "healthy"]
             return {int(line["worker"]) for line in changes} & set(children(self.pid))
 
-        await until(lambda: len(served()) == count, "all workers serve", START_SECONDS)
+        await until(lambda: len(served()) == count, "all workers serve", seconds)
         return sorted(served())
 
 

@@ -13,6 +13,7 @@ from app.sharing.meter import Hold, Spent
 from app.sharing.periods import bounds
 from app.sharing.shared import SharedMeter
 from tests.fakes.spending import DAY_MS, NOON, SpendingLedger, account, flow, hold
+from tests.system.harness import until
 from tests.unit.meters import Bench, memory_bench, shared_bench
 
 
@@ -317,3 +318,33 @@ async def test_many_at_once_exceed_a_budget_by_one_hold_at_most(bench: Bench) ->
 def test_periods_begin_at_midnight_weeks_on_monday(period: Period, begin: int, end: int) -> None:
     assert bounds(period, NOON) == bounds(period, begin) == bounds(period, end - 1) == (begin, end)
     assert bounds(period, end)[0] == end
+
+
+async def test_what_is_granted_while_a_budget_is_read_anew_still_counts() -> None:
+    """The ledger hears of a hold after the meter has granted it."""
+    bench = memory_bench()
+    budget = account(25)
+    await bench.meter.reserve(hold("h1", budget))
+    bench.meter.look_again([budget], NOON)  # type: ignore[attr-defined]
+
+    assert await bench.meter.spent(budget, NOON) == 10
+    await bench.meter.settle(hold("h1", budget), 7, 0)
+    assert await bench.meter.spent(budget, NOON) == 7
+
+
+async def test_a_budget_that_is_looked_at_again_is_what_the_ledger_says(bench: Bench) -> None:
+    budget = account(25)
+    lost = hold("lost", budget, amount=20)
+    bench.ledger.open(lost)
+    bench.ledger.settle("lost", 20)
+    assert await bench.meter.spent(budget, NOON) == 20
+    bench.ledger.settle("lost", 3)
+
+    bench.meter.look_again([budget], NOON)  # type: ignore[attr-defined]
+
+    async def heard() -> bool:
+        if isinstance(bench.meter, SharedMeter):
+            await bench.meter.reconcile()
+        return await bench.meter.spent(budget, NOON) == 3
+
+    await until(heard, "it is read again", 5)
