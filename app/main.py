@@ -71,6 +71,7 @@ from app.tls import Trust
 from app.upstream import Upstream
 
 if TYPE_CHECKING:
+    from app.telemetry.traces import Traces
     from app.treasury import Treasury
 
 _FIRST_PROBES_SECONDS = 1.0
@@ -106,6 +107,7 @@ def create_app(
     sink = sink or open_writer()
     log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
+    traces = _traces(settings, instance_id, log)
     admission = Admission()
     registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
     routes = Routes(settings.routes_config(), registry)
@@ -194,7 +196,7 @@ def create_app(
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
         lifespan=_lifespan(
-            upstream, calls, prober, membership, links, keeps_nodes, link, fleet, limits, treasury, metrics
+            upstream, calls, prober, membership, links, keeps_nodes, link, fleet, limits, treasury, metrics, traces
         ),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
@@ -250,6 +252,8 @@ def create_app(
     app.include_router(Dashboard(snapshots, doors, sessions, registry, membership).router())
     turnstile = Turnstile(limits, estimator.estimate_prompt)
     reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), metrics.counts, reporter, ring]
+    if traces is not None:
+        reports.append(traces)
     for path, operation in _ROUTES.items():
         endpoint = Inference(
             operation,
@@ -260,6 +264,7 @@ def create_app(
             max_body_bytes=max_body_bytes,
             closing=lambda: phase.closing,
             turnstile=turnstile,
+            begin_span=traces.begin if traces else None,
         )
         # People write base_url with and without /v1. A redirect would lose the body.
         for prefix in ("/v1", ""):
@@ -283,10 +288,12 @@ def _lifespan(
     limits: Limits,
     treasury: Treasury | None,
     metrics: Metrics,
+    traces: Traces | None,
 ) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream, calls, link or nullcontext(), limits, treasury or nullcontext(), metrics:
+        stores = link or nullcontext(), treasury or nullcontext()
+        async with upstream, calls, traces or nullcontext(), stores[0], limits, stores[1], metrics:
             await membership.restore()
             background = [asyncio.create_task(prober.run(), name="probes")]
             if keeps_nodes:
@@ -359,6 +366,25 @@ def _treasury(settings: Settings, **parts: Any) -> Treasury | None:
     from app.treasury import Treasury
 
     return Treasury(settings, url, **parts)
+
+
+def _traces(settings: Settings, instance_id: str, log: Logger) -> Traces | None:
+    if settings.otel_exporter_otlp_endpoint is None:
+        return None
+    from app.telemetry.traces import Receiver, Traces
+
+    headers = settings.otel_exporter_otlp_headers
+    receiver = Receiver(
+        settings.otel_exporter_otlp_endpoint,
+        headers=headers.get_secret_value() if headers else "",
+        service=settings.otel_service_name,
+        version=__version__,
+        instance=instance_id,
+        sampler=settings.otel_traces_sampler,
+        share=settings.otel_traces_sampler_arg,
+        prompts=settings.trace_prompts,
+    )
+    return Traces(receiver, log.warning)
 
 
 def _plain(keys: tuple[SecretStr, ...]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
@@ -34,8 +34,10 @@ from app.fronts.asgi import (
 from app.fronts.auth import Doors, check_route
 from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers
 from app.fronts.turnstile import Turnstile
+from app.request_ids import CURRENT, RequestIds, trace_of
 from app.routing.dispatch import Dispatcher
 from app.routing.reply import Reply
+from app.routing.spans import RequestSpan
 from app.routing.trail import Trail
 
 _PASSED_ON = (b"traceparent", b"tracestate")
@@ -44,6 +46,7 @@ _TRUE = frozenset({b"true", b"1", b"yes", b"on"})
 _FALSE = frozenset({b"false", b"0", b"no", b"off"})
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
+BeginSpan = Callable[[Mapping[bytes, bytes], Operation, str], RequestSpan | None]  # headers, what is asked, path
 Report = Callable[[Request | None, str, Operation, Trail, Outcome, HearthError | NodeFailure | None], None]
 
 
@@ -61,7 +64,9 @@ class Inference:
         max_body_bytes: int,
         closing: Callable[[], bool],
         turnstile: Turnstile,
+        begin_span: BeginSpan | None = None,
     ) -> None:
+        """`begin_span` begins the trace of each request; None = there are no traces."""
         self._operation = operation
         self._dispatcher = dispatcher
         self._doors = doors
@@ -70,9 +75,11 @@ class Inference:
         self._max_body_bytes = max_body_bytes
         self._closing = closing
         self._turnstile = turnstile
+        self._begin_span = begin_span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(headers_of(scope), send)
+        self._trace(exchange, scope["path"])
         try:
             request = await self._read(scope, receive, exchange)
             with ClientWatch(receive) as watch:
@@ -96,6 +103,17 @@ class Inference:
                 self._leave(exchange)
             for report in self._reports:
                 report(exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error)
+
+    def _trace(self, exchange: _Exchange, path: str) -> None:
+        """Lets all that is said of the request be found together."""
+        trail, headers = exchange.trail, exchange.headers
+        if self._begin_span is not None:
+            trail.span = self._begin_span(headers, self._operation, path)
+        if trail.span is not None:
+            trail.trace_id = trail.span.trace_id
+        elif b"traceparent" in headers:
+            trail.trace_id = trace_of(headers[b"traceparent"])
+        CURRENT.set(RequestIds(exchange.id, trail.trace_id))
 
     async def _read(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Request:
         headers = exchange.headers

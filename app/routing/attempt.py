@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from app.domain import AttemptRecord, Failure, Outcome
+from app.domain import AttemptRecord, Failure, Outcome, Request
 from app.errors import NodeFailure
 from app.routing.admission import Slot
 from app.routing.breaker import Permit
 from app.routing.gate import Reservation
 from app.routing.registry import Node
+from app.routing.spans import AttemptSpan, Forwarded
 from app.routing.trail import Trail
 
 _BUSY_SECONDS = 1.0  # how long a node that said "busy" is asked last, unless it names a time
@@ -26,7 +27,7 @@ class Observer(Protocol):
 class Attempt:
     """Settle it with one of `succeed`, `fail`, `refuse`, `abandon`: the first counts, the others do nothing."""
 
-    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_trail", "candidate", "reservation")
+    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_span", "_trail", "candidate", "reservation")
 
     def __init__(self, slot: Slot, permit: Permit | None, trail: Trail, observer: Observer) -> None:
         self.candidate = slot.candidate
@@ -36,16 +37,27 @@ class Attempt:
         self._observer = observer
         self._began = time.perf_counter()
         self._settled = False
+        self._span: AttemptSpan | None = None
         self.reservation: Reservation | None = None  # in the cloud only
 
     @property
     def open(self) -> bool:
         return not self._settled
 
+    def sending(self, request: Request) -> Forwarded:
+        """The request leaves now, with these headers."""
+        span = self._trail.span
+        if span is None:
+            return request.forwarded
+        self._span = span.attempt(self.candidate, request)
+        return (span.forwarded or request.forwarded) if self._span is None else self._span.forwarded
+
     def answering(self) -> None:
         """The node has begun to answer, which is no outcome yet."""
         if self._permit is not None:
             self._permit.answering()
+        if self._span is not None:
+            self._span.answering()
 
     def succeed(self) -> None:
         if self._permit is not None and not self._settled:
@@ -84,3 +96,5 @@ class Attempt:
         record = AttemptRecord(node.name, node.spec.tier, outcome, why, message, ms)
         self._trail.attempts.append(record)
         self._observer.attempt(node, record)
+        if self._span is not None:
+            self._span.settle(record, self._trail)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from app.domain import AttemptRecord, Usage
+from app.routing.spans import RequestSpan
 
 EVENT = b"data: "  # begins every event of a stream
 
@@ -37,6 +38,8 @@ class Trail:
     num_ctx: int | None = None  # the route's
     context_filled: int | None = None  # tokens, where the prompt filled the context: some of it was probably cut off
     dropped_events: int = 0  # of the node's stream, which could not be read
+    trace_id: str = ""  # of the trace that the request belongs to, if any
+    span: RequestSpan | None = None  # where the request is traced
 
     _row: str = ""
 
@@ -44,7 +47,8 @@ class Trail:
     def row(self) -> str:
         """The request's id in the ledger. Hearth's own, as clients may use theirs twice."""
         if not self._row:
-            self._row = f"{random.getrandbits(96):024x}"
+            # In the order of time, so that the ledger's index grows at its end: the larger it is, the cheaper this is.
+            self._row = f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(64):016x}"
         return self._row
 
     @property

@@ -57,6 +57,8 @@ class Reporter:
             "ms": _ms(trail.seconds()),
             "route": trail.route,
         }
+        if trail.trace_id:
+            fields["trace_id"] = trail.trace_id
         if request is not None:
             fields["asked"] = request.model[:100]
             fields["stream"] = request.stream
