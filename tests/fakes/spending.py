@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class SpendingLedger:
     async def read_spent(self, scope: str, since: int) -> Spent:
         self.reads += 1
         rows = list(self._rows(scope, since))
+        await asyncio.sleep(0)
         settled = sum(row.cost for _, row in rows if row.cost is not None)
         return Spent(settled, {hold_id: row.amount for hold_id, row in rows if row.cost is None})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,33 @@ def test_the_callers_that_are_remembered_are_bounded() -> None:
         limits.take(str(n), Rate(1), 0)
 
     assert len(limits._callers) == 10_000
+
+
+def test_what_was_published_is_not_published_again() -> None:
+    clock, rate = _Clock(), Rate(10, 1000)
+    link: Any = object()
+    here, there = Limits(link, clock), Limits(link, clock)
+    for tokens in (10, 20):
+        here.take("a", rate, tokens)
+        message = here.publication()
+        assert message is not None
+        there.merge(message)
+        here.merge(message)
+
+    assert here.publication() is None
+    verdicts = [limits.take("a", rate, 0) for limits in (here, there)]
+    assert [(verdict.remaining_requests, verdict.remaining_tokens) for verdict in verdicts] == [(7, 970), (7, 970)]
+
+
+def test_more_tokens_than_were_counted_are_charged_from_now_on() -> None:
+    clock, rate = _Clock(), Rate(tokens_per_minute=100)
+    limits = Limits(clock=clock)
+    limits.take("a", rate, 10)
+    clock.now += 600
+
+    limits.settle("a", rate, 50)
+
+    assert limits.take("a", rate, 0).remaining_tokens == 50
 
 
 async def test_replicas_pay_back_what_they_let_through_together(valkey_url: str) -> None:

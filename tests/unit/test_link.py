@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -82,6 +83,18 @@ async def test_a_server_that_hangs_costs_the_timeout_and_then_nothing(valkey: Va
         valkey.resume()
 
         await until(lambda: link.up, "the link is up")
+
+
+async def test_those_who_wait_for_their_turn_do_not_wait_for_a_server_that_has_gone(valkey: Valkey) -> None:
+    async with Link(valkey.url, lambda *_, **__: None, timeout_seconds=0.2) as link:
+        valkey.pause()
+        begin = time.monotonic()
+
+        answers = await asyncio.gather(*(link.call("GET", "a") for _ in range(400)), return_exceptions=True)
+
+        assert all(isinstance(answer, LinkDown) for answer in answers)
+        assert time.monotonic() - begin < 3  # and not 400 / 16 timeouts
+        valkey.resume()
 
 
 async def test_a_command_that_is_refused_says_why_and_leaves_the_link_up(valkey_url: str) -> None:

@@ -13,7 +13,7 @@ from app.sharing.link import Link
 from app.sharing.memory import pool_of
 from app.sharing.meter import Account, Spent
 from app.sharing.shared import FailurePolicy, SharedMeter, _key
-from tests.fakes.spending import NOON, SpendingLedger, account, flow, hold
+from tests.fakes.spending import NOON, Clock, SpendingLedger, account, flow, hold
 from tests.servers import Valkey
 from tests.system.harness import until
 from tests.unit.meters import linked, shared, shared_bench
@@ -264,3 +264,78 @@ async def test_what_is_granted_and_settled_while_the_ledger_is_read_counts(valke
         assert await meter.reconcile() == 1
 
         assert await meter.spent(account(100), NOON) == 7
+
+
+async def test_a_settlement_that_finds_no_hold_has_the_pool_compared(valkey_url: str) -> None:
+    """The server was emptied after the hold was granted, and the ledger was read before it had heard of it."""
+    async with shared_bench(valkey_url) as bench:
+        lost = hold("lost", account(100))
+        assert isinstance(bench.meter, SharedMeter)
+        await bench.meter.spent(account(100), NOON)
+        bench.clock.now += 1_500
+        await bench.meter.reconcile()
+        bench.ledger.open(lost)
+        bench.ledger.settle("lost", 6)
+
+        await bench.meter.settle(lost, 6, 0)
+        await bench.meter.spent(account(100), NOON)
+        await bench.meter.reconcile()
+
+        assert await bench.meter.spent(account(100), NOON) == 6
+
+
+async def test_two_processes_that_make_a_pool_at_once_make_one(valkey_url: str) -> None:
+    async with shared_bench(valkey_url) as one, shared_bench(valkey_url) as two:
+        first, meter = hold("h1", account(100)), one.meter
+        assert isinstance(meter, SharedMeter)
+
+        async def read_slowly(scope: str, since: int) -> Spent:
+            told = await one.ledger.read_spent(scope, since)
+            await two.meter.reserve(first)
+            await two.meter.settle(first, 7, 0)
+            await two.meter.spent(account(100), NOON)
+            return told
+
+        meter._read_spent = read_slowly
+
+        assert await meter.spent(account(100), NOON) == 7
+
+
+async def test_what_was_granted_alone_is_brought_to_a_server_that_kept_its_counts(valkey: Valkey) -> None:
+    ledger, clock, budget = SpendingLedger(), Clock(), account(25)
+    async with linked(valkey.url) as link, shared(link, ledger, "local", clock) as meter:
+        before, alone = hold("before", budget), hold("alone", budget)
+        await meter.reserve(before)
+        ledger.open(before)
+        clock.now += 1_500
+        await meter.reconcile()
+        link._timeout_seconds = 0.1
+        valkey.pause()
+        await until(lambda: not link.up, "the link is down")
+        granted = await meter.reserve(alone)
+        ledger.open(alone)
+        link._timeout_seconds = 5
+        valkey.resume()
+
+        await until(lambda: _is(link, budget, NOON, [0, 20]), "the server knows of it")
+        assert granted is None
+
+
+async def test_being_alone_again_begins_with_the_ledger(valkey: Valkey) -> None:
+    """What others spent while the link was up counts."""
+    ledger, budget, at = SpendingLedger(), account(25), _now()
+    async with linked(valkey.url) as link, shared(link, ledger, "local") as meter:
+        link._timeout_seconds = 0.1
+        valkey.pause()
+        await until(lambda: not link.up, "the link is down")
+        await meter.reserve(hold("alone", budget, at=at))
+        valkey.resume()
+        await until(lambda: link.up and not meter._alone, "it is alone no more")
+        ledger.open(hold("others", account(30), amount=25, at=at))
+        valkey.pause()
+        await until(lambda: not link.up, "the link is down again")
+
+        refusal = await meter.reserve(hold("alone again", budget, at=at))
+
+        assert refusal is not None
+        assert refusal.why == "budget"
