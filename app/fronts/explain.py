@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal, Protocol
 
@@ -20,6 +20,7 @@ from app.fronts.openapi import ANY_REQUEST, LOCAL_ONLY, errors
 _LATEST = 50
 _LATEST_MAX = 1000
 _TEXT_CHARACTERS = 512
+_FILTERS = ("limit", "outcome", "tier", "node", "route", "key")
 _LOCAL_ONLY_HEADER = b"x-hearth-local-only"
 _FIELDS = {Operation.CHAT: "messages", Operation.COMPLETION: "prompt", Operation.EMBEDDING: "input"}
 _ASKED: dict[str, Any] = {
@@ -64,6 +65,7 @@ class RequestApi:
 
     async def latest(
         self,
+        request: Request,
         limit: Annotated[int, Query(ge=1, le=_LATEST_MAX)] = _LATEST,
         outcome: Literal["ok", "refused", "failed", "abandoned"] | None = None,
         tier: Literal["local", "cloud"] | None = None,
@@ -72,6 +74,7 @@ class RequestApi:
         key: Text = None,
     ) -> dict[str, Any]:
         """`node` is the one that was asked last, `key` the caller's id or name."""
+        _check_names(request, _FILTERS)
         wanted = {"outcome": outcome, "tier": tier, "node": node, "route": route}
         asked = {name: value for name, value in wanted.items() if value is not None}
         found = (document for document in self._documents() if _is_like(document, asked, key))
@@ -91,6 +94,13 @@ class RequestApi:
 
     def _admit(self, request: Request) -> None:
         self._doors.check_admin(request.scope, headers_of(request.scope))
+
+
+def _check_names(request: Request, known: Collection[str]) -> None:
+    """Raises `InvalidRequest`: a filter with a misspelt name would show too much."""
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        raise InvalidRequest(f"there is no parameter {unknown[0][:100]!r} here; there are {', '.join(known)}")
 
 
 def _is_like(document: dict[str, Any], asked: dict[str, str], key: str | None) -> bool:
@@ -134,6 +144,7 @@ class ExplainApi:
         Nothing is sent, reserved or counted. The answer is 200 whatever the request would get: that is in `error`, as
         for a model that nobody serves. Limits per minute are not looked at.
         """
+        _check_names(request, ("key",))
         asked = await self._asked(request, ANYBODY if key is None else self._caller(key))
         document = await self._explainer.explain(asked)
         try:

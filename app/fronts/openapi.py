@@ -25,7 +25,7 @@ LOCAL_ONLY = {
     "name": "X-Hearth-Local-Only",
     "in": "header",
     "description": "`true` keeps this request on local nodes, whatever happens.",
-    "schema": {"type": "string", "enum": ["true", "false"]},
+    "schema": {"type": "string", "pattern": "^(true|false|1|0|yes|no|on|off)$", "examples": ["true"]},
 }
 
 _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {

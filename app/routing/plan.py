@@ -86,11 +86,12 @@ class Plan:
         if self.route.local is None:
             return []
         serving = self._registry.serving(self.route.local)
-        return [each for each in serving if each.node.spec.role is Role.HYBRID and self._open(each.node)]
+        return self.open(each for each in serving if each.node.spec.role is Role.HYBRID)
 
     def open(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Those that may still be asked."""
-        return [candidate for candidate in candidates if self._open(candidate.node)]
+        tried = self._tried  # not by `_open`: this is done for every node and every attempt
+        return [each for each in candidates if usable(each.node) and each.node not in tried]
 
     def like(self, candidates: list[Candidate]) -> list[Candidate]:
         """Who may be asked in the place of these local ones by now: perhaps also one that has come back meanwhile."""

@@ -368,6 +368,15 @@ async def test_requests_are_listed_by_what_became_of_them() -> None:
         assert await listed("?key=ann") == []
 
 
+async def test_a_misspelt_filter_is_refused() -> None:
+    async with gateway(local_nodes="[]") as hearth:
+        listed = await hearth.client.get("/admin/requests?outcom=ok")
+        explained = await hearth.client.post("/admin/explain?kee=ann", json={"model": "m", "input": "hi"})
+
+        assert (listed.status_code, explained.status_code) == (400, 400)
+        assert "'outcom'" in listed.json()["error"]["message"]
+
+
 async def test_a_request_that_is_forgotten_is_no_more_found() -> None:
     async with gateway(local_nodes="[]") as hearth:
         answer = await hearth.client.get("/admin/requests/long-ago")
