@@ -102,6 +102,7 @@ class MemoryMeter:
         self._on_spent = on_spent
         self._pools: dict[Pool, _Spending] = {}
         self._holding: dict[str, set[Pool]] = {}  # by the hold's id
+        self._granted: set[str] = set()  # ids of what is open of its own; other holds it knows from the ledger
         self._stale: set[Pool] = set()  # to be read anew
         self._settled: dict[str, int] = {}  # id -> cost, the latest ones
         self._reading: Turns[Pool] = Turns()
@@ -119,6 +120,7 @@ class MemoryMeter:
         if hold.id in self._settled:
             return
         self._remember(hold.id, cost)
+        self._granted.discard(hold.id)
         pools = self._holding.pop(hold.id, set())
         told = {pool_of(account, hold.at): account for account in hold.accounts} if self._on_spent else {}
         for pool in pools:
@@ -143,6 +145,7 @@ class MemoryMeter:
         """Begins anew, and reads the ledger again for every account. What is settled later still counts once."""
         self._pools.clear()
         self._holding.clear()
+        self._granted.clear()
         self._stale.clear()
         self._empty_at.clear()
 
@@ -165,9 +168,12 @@ class MemoryMeter:
     def _begin(self, pool: Pool, spent: Spent) -> None:
         self._sweep()
         before = self._pools.get(pool)
+        if before is not None:
+            self._drop(pool)
         spending = self._pools[pool] = _Spending(spent.settled)
-        # The ledger has not heard yet of what was granted just now.
-        granted = before.holds if before is not None else {}
+        # The ledger may not have heard yet of what was granted here; of other holds it alone knows.
+        holds = before.holds if before is not None else {}
+        granted = {hold_id: amount for hold_id, amount in holds.items() if hold_id in self._granted}
         for hold_id, amount in {**granted, **spent.open}.items():
             if hold_id in self._settled:  # the ledger will hear of it soon
                 spending.settled += self._settled[hold_id]
@@ -178,9 +184,11 @@ class MemoryMeter:
         # The ledger may have had this hold's own row already.
         refusal = self._over_budget(hold, pools) or self._over_rate(hold)
         if refusal is not None:
+            self._granted.discard(hold.id)
             for pool in self._holding.pop(hold.id, set()):
                 self._pools[pool].release(hold.id)
             return refusal
+        self._granted.add(hold.id)
         for pool in pools:
             self._hold(pool, hold.id, hold.amount)
         now = self._clock()

@@ -348,3 +348,14 @@ async def test_a_budget_that_is_looked_at_again_is_what_the_ledger_says(bench: B
         return await bench.meter.spent(budget, NOON) == 3
 
     await until(heard, "it is read again", 5)
+
+
+async def test_a_hold_that_was_lost_since_a_budget_was_read_counts_once() -> None:
+    bench, budget = memory_bench(), account(25)
+    bench.ledger.open(hold("lost", budget))
+    assert await bench.meter.spent(budget, NOON) == 10
+    bench.ledger.settle("lost", 10)  # it counts as reserved
+
+    bench.meter.look_again([budget], NOON)  # type: ignore[attr-defined]
+
+    assert await bench.meter.spent(budget, NOON) == 10
