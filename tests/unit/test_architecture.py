@@ -14,7 +14,7 @@ APP = Path(__file__).parents[2] / "app"
 MODULES = sorted(APP.rglob("*.py"))
 
 MIGRATIONS = {str(path.relative_to(APP)) for path in (APP / "ledger" / "migrations").rglob("*.py")}
-LEDGER = {f"ledger/{name}.py" for name in ("tables", "store", "database", "statements", "keys", "usage")}
+LEDGER = {f"ledger/{name}.py" for name in ("tables", "store", "database", "statements", "keys", "usage", "inspection")}
 
 # A package on the right may be imported by the modules on the left alone.
 ALONE = {
@@ -24,11 +24,14 @@ ALONE = {
     "tenacity": {"routing/retry.py"},
     "pydantic_settings": {"settings.py"},
     "prometheus_client": {"telemetry/process.py"},
+    "opentelemetry": {"telemetry/traces.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "commands/gateway.py"},
+    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "commands/gateway.py", "doctor/calls.py"},
     "uvicorn": {"server.py"},
-    "typer": {f"commands/{name}.py" for name in ("terminal", "gateway", "keys", "usage", "explain")},
-    "rich": {"commands/terminal.py"},
+    "typer": {
+        f"commands/{name}.py" for name in ("terminal", "gateway", "keys", "usage", "explain", "doctor", "nodes", "top")
+    },
+    "rich": {"commands/terminal.py", "commands/frames.py"},
     "sqlalchemy": LEDGER | MIGRATIONS,
     "alembic": MIGRATIONS,
     "asyncpg": {"ledger/database.py"},
