@@ -142,7 +142,7 @@ async def _picture_all(opened: Browser, gateway: GatewayProcess, home: House, se
         for name, each in tabs.items():
             await each.card("laptop").get_by_text("Down").wait_for()
             path = PICTURES / f"{name}.png"
-            await each.page.screenshot(path=path)
+            await each.page.screenshot(path=path, animations="disabled")
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")
             assert not each.complaints, each.complaints
 
