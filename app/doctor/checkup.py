@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-from pydantic import SecretStr
+from urllib.parse import urlsplit
 
 from app.doctor.calls import GET_SECONDS
 from app.doctor.facts import PlaceFacts, Unpriced
@@ -22,6 +22,7 @@ from app.settings import Settings
 from app.tls import Trust
 
 _AT_ONCE = 128  # places that are looked at
+_SHORT, _LONG = 8, 16  # characters of a secret with a digit in it, and of one without
 
 
 async def examine(
@@ -99,7 +100,16 @@ def _no_cloud(settings: Settings, wanted: Sequence[str]) -> Iterator[Finding]:
 
 
 def _secrets(settings: Settings) -> list[str]:
-    """Every key that the settings hold, should a node say one again."""
+    """What is hidden, should a node say it again. Not what only stands for a key, such as `ollama` or `EMPTY`."""
     nodes = (*settings.local_node_specs(), *settings.cloud_specs())
-    keys: list[SecretStr] = [*settings.api_keys, *settings.admin_keys]
-    return [*(node.api_key for node in nodes), *(key.get_secret_value() for key in keys)]
+    keys = [key.get_secret_value() for key in (*settings.api_keys, *settings.admin_keys)]
+    passwords = [_password(url) for url in (settings.database(), settings.redis())]
+    secrets = [*(node.api_key for node in nodes), *keys, *passwords]
+    return [each for each in secrets if len(each) >= _LONG or (len(each) >= _SHORT and re.search(r"\d", each))]
+
+
+def _password(url: str | None) -> str:
+    try:
+        return urlsplit(url or "").password or ""
+    except ValueError:
+        return ""

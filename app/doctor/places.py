@@ -20,7 +20,7 @@ from app.providers.base import Kind
 USUAL_PORTS = (11434, 8000, 23333, 8080, 30000, 1234)  # Ollama, vLLM, LMDeploy, llama.cpp and TGI, SGLang, LM Studio
 
 _LOOK_SECONDS = 5.0
-_NEIGHBOURS_SECONDS = 2.0
+_NEIGHBOUR_SECONDS = 2.0
 _SCHEME_SECONDS = 2.0
 _REFUSED_STATUS = (401, 403)
 _LOOPBACKS = ("localhost", "127.0.0.1", "::1")
@@ -46,9 +46,7 @@ class Visitor:
             return PlaceFacts(spec)
         facts = await self._bounded(spec)
         if _is_elsewhere(facts):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_NEIGHBOURS_SECONDS):
-                    facts = replace(facts, elsewhere=await self._neighbours(spec))
+            facts = replace(facts, elsewhere=await self._neighbours(spec))
         return replace(facts, in_container=self._in_container)
 
     async def cloud(self, spec: NodeSpec) -> PlaceFacts:
@@ -131,9 +129,10 @@ class Visitor:
         written = f"[{host}]" if ":" in host else host
         spec = NodeSpec(f"http://{written}:{port}")
         try:
-            await resolve(spec.url)
-            kind = await _recognised(Caller(self._clients, spec))
-        except NoAnswer:
+            async with asyncio.timeout(_NEIGHBOUR_SECONDS):
+                await resolve(spec.url)
+                kind = await _recognised(Caller(self._clients, spec))
+        except (NoAnswer, TimeoutError):
             return None
         # Any web server may resemble the last kind, Hearth itself among them.
         return Elsewhere(spec.url, kind.title) if kind is not None and kind.name != _ANYTHING else None

@@ -222,6 +222,25 @@ async def test_nothing_is_wrong_where_all_is_well_and_nothing_costs_anything(tmp
     assert not (tmp_path / "new").exists()
 
 
+async def test_a_key_goes_to_its_own_node_alone() -> None:
+    async with FakeVLLM() as neighbour:
+        nodes = _nodes(f"http://127.0.0.1:{free_port()}", api_key="sk-node-key")
+        bad = _bad(await _examine((neighbour.port,), local_nodes=nodes))
+
+    assert neighbour.url in bad["connection_refused"]
+    assert [request.authorization for request in neighbour.requests if request.authorization] == []
+
+
+async def test_a_key_that_a_node_repeats_stays_hidden_and_a_placeholder_hides_nothing() -> None:
+    async with FakeVLLM(models=["sk-node-key-1"]) as first, FakeOllama(models=["m"]) as second:
+        nodes = [{"url": first.url, "api_key": "sk-node-key-1"}, {"url": second.url, "api_key": "Ollama"}]
+        said = str(await _examine(local_nodes=json.dumps(nodes), model_map='{"gpt": "sk-node-key"}'))
+
+    assert "did you mean '***'" in said
+    assert "sk-node-key-1" not in said
+    assert "Ollama answers" in said
+
+
 async def test_nodes_that_hang_do_not_keep_anybody_waiting() -> None:
     async with FakeOllama() as first, FakeVLLM() as second, FakeOllama() as third:
         for node in (first, second, third):

@@ -97,3 +97,12 @@ def test_domain_knows_only_the_standard_library() -> None:
 
 def test_every_kind_of_node_can_be_named_in_the_settings() -> None:
     assert set(LOCAL_KINDS) == {name for name, kind in KINDS.items() if not kind.cloud}
+
+
+@pytest.mark.parametrize("path", sorted((APP / "doctor").glob("judge_*.py")), ids=lambda path: path.name)
+def test_the_doctor_judges_what_others_have_gathered(path: Path) -> None:
+    gathering = {"asyncio", "httpx", "socket", "os", "app.settings"} | {
+        f"app.doctor.{name}" for name in ("calls", "places", "stores", "machine", "checkup")
+    }
+
+    assert not gathering & _imports(path)
