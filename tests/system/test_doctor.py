@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,10 @@ async def _key(key: str | None = "sk-wrong-one") -> AsyncIterator[Facts]:
 
 
 @asynccontextmanager
-async def _no_engine() -> AsyncIterator[Facts]:
+async def _no_engine(head: str = "404 Not Found") -> AsyncIterator[Facts]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await reader.read(4096)
+        writer.write(f"HTTP/1.1 {head}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -179,6 +180,7 @@ SITUATIONS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "wrong key": (lambda _: _key(), "key_refused", "refuses the key"),
     "no key": (lambda _: _key(None), "key_refused", "none is set"),
     "no engine": (lambda _: _no_engine(), "unknown_kind", "port"),
+    "redirect": (lambda _: _no_engine("301 Moved\r\nlocation: https://gpu1/x"), "redirected", "url to https://gpu1"),
     "untrusted": (lambda _: _tls("https"), "tls_untrusted", "ca_file"),
     "tls asked without": (lambda _: _tls("http"), "tls_wanted", "https://127.0.0.1"),
     "plain asked with tls": (lambda _: _plain_asked_with_tls(), "tls_none", "http://127.0.0.1"),
@@ -220,6 +222,14 @@ async def test_nothing_is_wrong_where_all_is_well_and_nothing_costs_anything(tmp
     assert {request.method for request in first.requests + second.requests} == {"GET"}
     assert not first.engine.loads
     assert not (tmp_path / "new").exists()
+
+
+async def test_a_clock_is_compared_by_the_date_of_answers() -> None:
+    ahead = formatdate(time.time() + 3600, usegmt=True)
+    async with FakeVLLM() as node, _no_engine(f"404 Not Found\r\ndate: {ahead}") as facts:
+        bad = _bad(await _examine(local_nodes=_nodes(node, json.loads(facts["local_nodes"])[0]["url"])))
+
+    assert "node n1: its clock is 3600 s ahead" in bad["clock"] or "3599 s ahead" in bad["clock"]
 
 
 async def test_a_key_goes_to_its_own_node_alone() -> None:
