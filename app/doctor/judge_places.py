@@ -139,6 +139,8 @@ def _refused_remedy(facts: PlaceFacts) -> str:
 def _unresolved_remedy(facts: PlaceFacts, host: str) -> str:
     if host == "host.docker.internal":
         return "on Linux, start the container with --add-host=host.docker.internal:host-gateway"
+    if facts.spec.tier:
+        return "check this machine's way to the internet and its name server (DNS), and the endpoint's spelling"
     return (
         "check the spelling, or write its IP address; in a container, names of the same Docker network alone are known"
     )
