@@ -4,11 +4,12 @@ that knows uvicorn.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +19,7 @@ from app.ports import DRAIN_SECONDS
 from app.settings import Settings
 
 HEAD_BYTES_MAX = 64 * 1024
+_HEAD = b"HTTP/1.1 "
 _KEEPALIVE_SECONDS = 75  # longer than clients keep their connections, so that they close first
 _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -26,10 +28,55 @@ _TOO_LONG = (
 )
 
 
+class _Joining:
+    """A transport on which an answer's head waits for the body that follows it at once, so that both go in one piece.
+
+    uvicorn writes them one by one: two system calls, two packets.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_loop", "_plain", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._plain = transport.write
+        self._loop = asyncio.get_running_loop()
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        if self._held:
+            data, self._held = self._held + data, b""
+        elif data.startswith(_HEAD):
+            self._held = data
+            self._loop.call_soon(self._flush)
+            return
+        self._plain(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        if self._held:
+            data, self._held = self._held, b""
+            self._plain(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """Refuses a request whose head does not end in time: the parser would collect it in memory without a bound."""
+    """Refuses a request whose head does not end in time: the parser would collect it in memory without a bound.
+
+    Writes the head of an answer together with its first bytes.
+    """
 
     _head_bytes = 0  # of a head that has begun and not ended
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(cast(asyncio.Transport, _Joining(transport)))
 
     def data_received(self, data: bytes) -> None:
         if (self.cycle is None or self.cycle.response_complete) and b"\r\n\r\n" not in data:

@@ -34,6 +34,7 @@ _ADDRESS_SECONDS = 30.0  # how long a name's addresses are taken for current
 _NEXT_ADDRESS_SECONDS = 0.25  # as RFC 8305 recommends
 _ERROR_BODY_BYTES = 64 * 1024
 _DRAIN_SECONDS = 0.25
+_LOOK_SECONDS = 0.05
 _TOO_LATE = {
     Failure.FIRST_TOKEN_TIMEOUT: "it began no answer within FIRST_TOKEN_TIMEOUT",
     Failure.IDLE_TIMEOUT: "it stopped sending for longer than IDLE_TIMEOUT",
@@ -85,30 +86,55 @@ class Target:
         return head
 
 
-class _Watchdog:
-    """One timer for an attempt's whole life: it first limits the time to the first content, then each gap.
+class _Watchdogs:
+    """One timer that looks at all watchdogs, as a timer for each would cost more than all else that they do."""
 
-    It is moved for a piece of an answer only by writing down when it is due next; when it rings, it looks there.
-    A gap that a slow client makes, as nothing is read meanwhile, is none.
+    def __init__(self) -> None:
+        self._watchdogs: set[_Watchdog] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, watchdog: _Watchdog) -> None:
+        self._watchdogs.add(watchdog)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def discard(self, watchdog: _Watchdog) -> None:
+        self._watchdogs.discard(watchdog)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        for watchdog in list(self._watchdogs):
+            watchdog.look()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_LOOK_SECONDS, self._look) if self._watchdogs else None
+
+
+class _Watchdog:
+    """Watches an attempt for its whole life: it first limits the time to the first content, then each gap.
+
+    It is moved for a piece of an answer only by writing down when it is due next. A gap that a slow client makes, as
+    nothing is read meanwhile, is none.
     """
 
-    __slots__ = ("_limits", "_loop", "_timer", "connection", "due", "late", "waiting")
+    __slots__ = ("_limits", "_loop", "_watchdogs", "connection", "due", "late", "waiting")
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, watchdogs: _Watchdogs) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
+        self._watchdogs = watchdogs
         self.late = Failure.FIRST_TOKEN_TIMEOUT
         self.waiting = True  # for the node, rather than for the client
         self.connection: Connection | None = None
         self.due = min(self._loop.time() + limits.first_token, limits.deadline)
-        self._timer = self._loop.call_at(self.due, self._ring)
+        watchdogs.add(self)
 
     def content(self) -> None:
         """From now on it is the gap between pieces that is limited."""
-        self._timer.cancel()
         self.late = Failure.IDLE_TIMEOUT
         self.touch()
-        self._timer = self._loop.call_at(self.due, self._ring)
 
     def touch(self) -> None:
         self.due = min(self._loop.time() + self._limits.idle, self._limits.deadline)
@@ -117,23 +143,21 @@ class _Watchdog:
         return self.due - self._loop.time()
 
     def stop(self) -> None:
-        self._timer.cancel()
+        self._watchdogs.discard(self)
 
     def failure(self) -> NodeFailure:
-        """Why it rang."""
+        """Why it barks."""
         late = Failure.DEADLINE if self._loop.time() >= self._limits.deadline else self.late
         # A node at work in mid-answer is not to blame when the whole request takes longer than it may.
         blamed = self.late is Failure.FIRST_TOKEN_TIMEOUT or late is not Failure.DEADLINE
         return NodeFailure(late, _TOO_LATE[late], counts=blamed)
 
-    def _ring(self) -> None:
-        now = self._loop.time()
+    def look(self) -> None:
         if not self.waiting:
             self.touch()
-        if now < self.due:
-            self._timer = self._loop.call_at(self.due, self._ring)
-        elif self.connection is not None:
+        if self.connection is not None and self._loop.time() >= self.due:
             self.connection.fail(self.failure())
+            self.stop()
 
 
 class NodeResponse:
@@ -220,6 +244,7 @@ class Upstream:
         self._open: set[Connection] = set()
         self._targets: WeakSet[Target] = WeakSet()
         self._sweeper: asyncio.TimerHandle | None = None
+        self._watchdogs = _Watchdogs()
 
     async def __aenter__(self) -> Upstream:
         return self
@@ -227,6 +252,7 @@ class Upstream:
     async def __aexit__(self, *exc_info: object) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self._watchdogs.close()
         for connection in self._open:
             connection.abort()
         self._open.clear()
@@ -247,7 +273,7 @@ class Upstream:
         """
         more = "".join([f"{name}: {value}\r\n" for name, value in extra])
         head = target.head(path) + f"{more}content-length: {len(body)}\r\n\r\n".encode("latin-1")
-        watchdog = _Watchdog(limits)
+        watchdog = _Watchdog(limits, self._watchdogs)
         try:
             connection = await self._exchange(target, head, body, watchdog)
         except BaseException:

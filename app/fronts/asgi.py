@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -80,40 +81,60 @@ async def send_json(send: Send, status: int, document: Any, headers: Iterable[tu
     await send({"type": "http.response.body", "body": body})
 
 
+class WatchStarts:
+    """Begins watches when they are due, with one timer for all."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[float, ClientWatch]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, watch: ClientWatch) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiting.append((loop.time() + _WATCH_AFTER_SECONDS, watch))
+        if self._timer is None:
+            self._timer = loop.call_later(_WATCH_AFTER_SECONDS, self._begin_those_due)
+
+    def _begin_those_due(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._waiting[0][0] <= loop.time():
+            self._waiting.popleft()[1].begin()
+        self._timer = loop.call_at(self._waiting[0][0], self._begin_those_due) if self._waiting else None
+
+
 class ClientWatch:
     """Cancels the work inside it when the client leaves, and swallows that cancellation; `gone` then tells.
 
-    Enter it when the body has been read: from then on the server has only the client's leaving to report. It begins to
-    watch after 20 ms, since an answer that is there sooner needs no watch, and a task costs what a small answer does.
+    Enter it when the body has been read: from then on the server has only the client's leaving to report. It is begun
+    after 20 ms, since an answer that is there sooner needs no watch, and a task costs what a small answer does.
     """
 
-    __slots__ = ("_done", "_receive", "_start", "_task", "_watcher", "gone")
+    __slots__ = ("_done", "_receive", "_starts", "_task", "_watcher", "gone")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, starts: WatchStarts) -> None:
         self.gone = False
+        self._starts = starts
         self._done = False
         self._receive = receive
         self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._start: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> ClientWatch:
         self._task = asyncio.current_task()
-        self._start = asyncio.get_running_loop().call_later(_WATCH_AFTER_SECONDS, self._begin)
+        self._starts.add(self)
         return self
 
-    def _begin(self) -> None:
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+    def begin(self) -> None:
+        """Watches from now on, if the work goes on still."""
+        if self._task is not None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        task, watcher, start = self._task, self._watcher, self._start
+        task, watcher = self._task, self._watcher
         assert task is not None
-        assert start is not None
-        start.cancel()
         if watcher is not None:
             watcher.cancel()
         # The watcher's end holds on to this object: without this the two would wait for the garbage collector.
-        self._task = self._watcher = self._start = None
+        self._task = self._watcher = None
         return self.gone and kind is asyncio.CancelledError and task.uncancel() == 0
 
     def done(self) -> None:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from app.errors import Forbidden, InvalidRequest, NotFound, Unauthorized
-from app.fronts.asgi import ClientGone, ClientWatch, Receive, Scope, Send, headers_of, read_body
+from app.fronts.asgi import ClientGone, ClientWatch, Receive, Scope, Send, WatchStarts, headers_of, read_body
 from app.fronts.auth import Doors
 from app.fronts.openai_wire import decode
 from app.fronts.openapi import errors
@@ -188,7 +188,7 @@ class _Events(Response):
         self._snapshots = snapshots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ClientWatch(receive) as watch:
+        with ClientWatch(receive, WatchStarts()) as watch:
             async with self._snapshots.viewer() as viewer:
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                 await self._send_all(viewer, send)

@@ -26,6 +26,7 @@ from app.fronts.asgi import (
     Receive,
     Scope,
     Send,
+    WatchStarts,
     headers_of,
     read_body,
     request_id,
@@ -76,13 +77,14 @@ class Inference:
         self._closing = closing
         self._turnstile = turnstile
         self._begin_span = begin_span
+        self._watch_starts = WatchStarts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(headers_of(scope), send)
         self._trace(exchange, scope["path"])
         try:
             request = await self._read(scope, receive, exchange)
-            with ClientWatch(receive) as watch:
+            with ClientWatch(receive, self._watch_starts) as watch:
                 reply = await self._dispatcher.dispatch(request, exchange.trail)
                 try:
                     await (exchange.relay(reply, watch) if reply.over else _in_time(exchange, reply, watch))

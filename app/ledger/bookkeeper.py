@@ -68,8 +68,9 @@ class Bookkeeper:
         served = local and outcome is Outcome.OK
         ms = round(trail.seconds() * 1000)
         first_content = trail.first_content
-        # By position, as names would cost as much as all else here.
-        row = RequestRow(
+        local_cost = self._local_cost(trail, usage) if local else 0
+        # Made of one tuple, as names would cost as much as all else here.
+        values = (
             trail.row,
             request_id,
             time.time_ns() // 1_000_000 - ms,
@@ -88,12 +89,13 @@ class Bookkeeper:
             usage.completion_tokens,
             usage.cached_tokens,
             estimated,
-            trail.cost + (self._local_cost(trail, usage) if local else 0),
+            trail.cost + local_cost,
             self._saved(request.model, usage) if served else 0,
             round(trail.queued_seconds * 1000),
             None if first_content is None else round((first_content - trail.started) * 1000),
             ms,
         )
+        row = RequestRow._make(values)
         self._log.add(row)
         self._on_row(row)
 

@@ -27,7 +27,7 @@ _QUEUE_LINES = 100_000
 _HIDDEN = "[hidden]"
 _SECRET_NAMES = re.compile(r"(authorization|api[-_]?key|token$|secret|password|cookie)", re.IGNORECASE)
 # Every form has one of these, which are quick to look for; nearly no request's line has any.
-_SECRET_SIGNS = ("bearer", "authorization", "api", "sk-", "hearth-", "@")
+_SECRET_SIGNS = (b"bearer", b"authorization", b"api", b"sk-", b"hearth-", b"@")
 _SECRET_FORMS = (
     # Bearer ...
     (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE), rf"\1{_HIDDEN}"),
@@ -184,12 +184,12 @@ def add_request_ids(logger: Any, method: str, fields: MutableMapping[str, Any]) 
 
 def _without_secrets(logger: Any, method: str, line: Any) -> bytes:
     """The finished line, bytes or text, without what looks like a secret."""
-    text: str = line.decode() if isinstance(line, bytes) else line
-    lower = text.lower()
+    finished: bytes = line if isinstance(line, bytes) else line.encode()
+    lower = finished.lower()
     for sign in _SECRET_SIGNS:
         if sign in lower:
-            return _rewritten(text).encode()
-    return text.encode()
+            return _rewritten(finished.decode()).encode()
+    return finished
 
 
 def _rewritten(text: str) -> str:
