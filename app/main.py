@@ -38,10 +38,12 @@ from app.routing.breaker import Breaker
 from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
 from app.routing.links import Links
+from app.routing.loads import Loads
 from app.routing.membership import Membership
 from app.routing.node_store import NodeStore
 from app.routing.pairs import Pairs
-from app.routing.policies import POLICIES
+from app.routing.policies import POLICIES, Policy
+from app.routing.policies.shortest_expected_delay import ShortestExpectedDelay
 from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
 from app.routing.routes import Routes
@@ -78,7 +80,8 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     sink = sink or open_writer()
     log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
-    admission = Admission()
+    policy = POLICIES[settings.lb_strategy]()
+    admission = Admission(chooser=policy if policy.schedules else None)
     registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
     routes = Routes(settings.routes_config(), registry)
     trust = Trust()
@@ -97,16 +100,22 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     calls = NodeCalls(trust)
     links = Links(calls, disaggregations(_migration(settings)))
     nodes_path = settings.nodes_path()
+
+    def leaves(node: Node) -> None:
+        links.drop(node)
+        policy.dropped(node)
+
     membership = Membership(
         registry,
         make_node=lambda spec: _node(spec, settings, log),
         watcher=prober,
         store=NodeStore(nodes_path) if nodes_path else None,
         on_trouble=log.warning,
-        on_leave=links.drop,
+        on_leave=leaves,
     )
-    choice = Choice(POLICIES[settings.lb_strategy](), admission, metrics, settings.first_token_timeout)
+    choice = Choice(policy, admission, metrics, settings.first_token_timeout)
     asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
+    loads = _loads(policy, asking, prober)
     dispatcher = Dispatcher(
         registry=registry,
         routes=routes,
@@ -115,6 +124,7 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         retry=Retry(settings.max_attempts),
         request_seconds=settings.request_timeout,
         pairs=Pairs(choice, asking, links, _leaks(metrics, log)) if settings.serving_strategy == "DistServe" else None,
+        loads=loads,
         suspect=prober.suspect,
     )
     doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
@@ -122,7 +132,7 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(upstream, calls, prober, membership, links),
+        lifespan=_lifespan(upstream, calls, prober, membership, links, loads),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
@@ -162,7 +172,9 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
     return app
 
 
-def _lifespan(upstream: Upstream, calls: NodeCalls, prober: Prober, membership: Membership, links: Links) -> Any:
+def _lifespan(
+    upstream: Upstream, calls: NodeCalls, prober: Prober, membership: Membership, links: Links, loads: Loads | None
+) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with upstream, calls:
@@ -182,8 +194,20 @@ def _lifespan(upstream: Upstream, calls: NodeCalls, prober: Prober, membership: 
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
                 await links.close()
+                if loads is not None:
+                    await loads.close()
 
     return lifespan
+
+
+def _loads(policy: Policy, asking: Asking, prober: Prober) -> Loads | None:
+    """For a policy that forecasts: what it starts by itself, and whom it asks what is in a node's memory."""
+    if not isinstance(policy, ShortestExpectedDelay):
+        return None
+    loads = Loads(asking, policy.forecast)
+    policy.start_load = loads.start
+    policy.forecast.on_look = prober.suspect
+    return loads
 
 
 def _quiet_gc() -> None:

@@ -41,6 +41,7 @@ from app.routing.route_spec import RouteSpec
 T = TypeVar("T")
 
 STRATEGIES = (
+    "shortest_expected_delay",
     "round_robin",
     "least_connections",
     "weighted",
@@ -161,7 +162,7 @@ class Settings(BaseSettings):
         NodeSpec(url="http://localhost:11434", name="localhost:11434"),
     )
     model_map: Annotated[tuple[RouteSpec, ...], NoDecode, BeforeValidator(declarations.model_map)] = ()
-    lb_strategy: Annotated[str, _one_of(STRATEGIES)] = "least_connections"
+    lb_strategy: Annotated[str, _one_of(STRATEGIES)] = "shortest_expected_delay"
 
     cloud_endpoint: Url = _OPENAI
     cloud_api_key: Secret | None = None

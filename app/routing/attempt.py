@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from app.domain import AttemptRecord, Failure, Outcome
+from app.domain import AttemptRecord, Failure, Outcome, Timings
 from app.errors import NodeFailure
 from app.routing.admission import Slot
 from app.routing.breaker import Permit
+from app.routing.forecast import Progress
 from app.routing.gate import Reservation
 from app.routing.registry import Node
 from app.routing.trail import Trail
@@ -26,7 +27,18 @@ class Observer(Protocol):
 class Attempt:
     """Settle it with one of `succeed`, `fail`, `refuse`, `abandon`: the first counts, the others do nothing."""
 
-    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_trail", "candidate", "reservation")
+    __slots__ = (
+        "_began",
+        "_observer",
+        "_permit",
+        "_settled",
+        "_slot",
+        "_trail",
+        "candidate",
+        "progress",
+        "reservation",
+        "timings",
+    )
 
     def __init__(self, slot: Slot, permit: Permit | None, trail: Trail, observer: Observer) -> None:
         self.candidate = slot.candidate
@@ -37,6 +49,8 @@ class Attempt:
         self._began = time.perf_counter()
         self._settled = False
         self.reservation: Reservation | None = None  # in the cloud only
+        self.progress: Progress | None = None  # where the policy learns from it
+        self.timings: Timings | None = None  # what the node says of itself at the end
 
     @property
     def open(self) -> bool:
@@ -46,6 +60,8 @@ class Attempt:
         """The node has begun to answer, which is no outcome yet."""
         if self._permit is not None:
             self._permit.answering()
+        if self.progress is not None and self.progress.began():
+            self._slot.look_again()
 
     def succeed(self) -> None:
         if self._permit is not None and not self._settled:
@@ -73,6 +89,8 @@ class Attempt:
         self._settled = True
         if self._permit is not None:
             self._permit.neutral()  # does nothing after an outcome
+        if self.progress is not None:
+            self.progress.ended(outcome, self._trail.usage, self.timings)
         self._slot.release()
         node = self.candidate.node
         ms = (time.perf_counter() - self._began) * 1000

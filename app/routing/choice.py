@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+from app.domain import Outcome
 from app.errors import Overloaded, SpendingRefused
 from app.routing.admission import Admission, Slot
 from app.routing.attempt import Attempt, Observer
 from app.routing.breaker import Permit
 from app.routing.gate import Purse
+from app.routing.job import Job
 from app.routing.plan import Plan
 from app.routing.policies import Policy
 from app.routing.registry import Candidate
@@ -86,7 +88,7 @@ class Choice:
     async def among(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
         """An attempt on one of these, after a wait if they are only full; None when none of them can be asked."""
         while candidates:
-            attempt = self._take(plan, self._ranked(candidates)) or await self._queue(plan, candidates)
+            attempt = self._take(plan, self._ranked(plan, candidates)) or await self._queue(plan, candidates)
             if attempt is not None:
                 return attempt
             candidates = plan.open(candidates)
@@ -99,14 +101,20 @@ class Choice:
                 return self._begin(plan, slot, None, 1)
         return None
 
-    def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
+    def _ranked(self, plan: Plan, candidates: list[Candidate]) -> list[Candidate]:
         """The policy's order, with nodes that just said that they are busy moved to the end."""
-        ranked = self._policy.rank(candidates)
+        ranked = self._policy.rank(candidates, self._job(plan))
         now = time.monotonic()
         for candidate in ranked:
             if candidate.node.penalty_until > now:
                 return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
         return ranked
+
+    def _job(self, plan: Plan) -> Job | None:
+        if plan.job is None and self._policy.schedules:
+            plan.job = Job(plan.request)
+            plan.job.num_ctx = plan.route.num_ctx
+        return plan.job
 
     def _take(self, plan: Plan, ranked: list[Candidate]) -> Attempt | None:
         for candidate in ranked:
@@ -117,22 +125,48 @@ class Choice:
 
     async def _queue(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
         """Waits for a place on a local node: no other has a limit. None: there is none to wait for any more."""
-        if not any(candidate.node.full for candidate in candidates):
+        job = plan.job
+        if not ((job is not None and job.seat is not None) or any(candidate.node.full for candidate in candidates)):
             return None
         if plan.overloaded is not None:
             raise plan.overloaded
         began = time.perf_counter()
         seconds = min(self._queue_seconds, plan.deadline - asyncio.get_running_loop().time())
         try:
-            slot = await self._admission.wait(lambda: plan.like(candidates), seconds)
+            slot = await self._admission.wait(
+                lambda: plan.like(candidates), seconds, lambda now: self._first_free(plan, now), job
+            )
         except TimeoutError as error:
+            self._forget(plan)
             raise Overloaded(
                 "no node became free in time; try again later, or raise max_concurrency",
                 retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
             ) from error
+        except BaseException:
+            self._forget(plan)
+            raise
         finally:
             plan.trail.queued_seconds += time.perf_counter() - began
-        return None if slot is None else self._permitted(plan, slot, len(candidates))
+            if job is not None:
+                self._policy.left(job)
+        attempt = None if slot is None else self._permitted(plan, slot, len(candidates))
+        if attempt is None:
+            self._forget(plan)
+        return attempt
+
+    def _first_free(self, plan: Plan, candidates: list[Candidate]) -> Candidate | None:
+        """Where one that waits may go now. The policy hears of it at once, as it asks for the next one at once."""
+        ranked = self._ranked(plan, candidates) if self._policy.schedules else candidates
+        free = next((candidate for candidate in ranked if not candidate.node.full), None)
+        if free is not None and plan.job is not None:
+            plan.progress = self._policy.placed(free, plan.job)
+        return free
+
+    def _forget(self, plan: Plan) -> None:
+        """The request does not go where it was to go."""
+        progress, plan.progress = plan.progress, None
+        if progress is not None:
+            progress.ended(Outcome.ABANDONED, None, None)
 
     def _permitted(self, plan: Plan, slot: Slot, candidates: int) -> Attempt | None:
         permit = slot.candidate.node.breaker.acquire()
@@ -153,4 +187,7 @@ class Choice:
             trail.fallback = plan.failures[-1][1].failure
         elif candidate.node.cloud and plan.route.local is not None:
             trail.fallback = "no_local_node" if plan.overloaded is None else "overloaded"
-        return Attempt(slot, permit, trail, self._observer)
+        attempt = Attempt(slot, permit, trail, self._observer)
+        if plan.job is not None:
+            attempt.progress, plan.progress = plan.progress or self._policy.placed(candidate, plan.job), None
+        return attempt

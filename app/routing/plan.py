@@ -7,7 +7,9 @@ from typing import Protocol
 
 from app.domain import Failure, NodeState, Request, Role
 from app.errors import NodeFailure, Overloaded, SpendingRefused
+from app.routing.forecast import Progress
 from app.routing.gate import cloud_refusal
+from app.routing.job import Job
 from app.routing.registry import Candidate, Node, Registry
 from app.routing.routes import Route
 from app.routing.trail import Trail
@@ -43,6 +45,8 @@ class Plan:
         self.unpaid: SpendingRefused | None = None  # why the last cloud target that was left could not be paid
         self.overloaded: Overloaded | None = None  # local nodes stayed full for as long as a request may wait
         self.committed = False
+        self.job: Job | None = None  # made when a policy asks for it
+        self.progress: Progress | None = None  # on the node that was chosen while it waited
         self.cloud_refusal = cloud_refusal(request, route)
         self._registry = registry
         self._pairing = pairing

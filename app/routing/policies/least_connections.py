@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from app.routing.job import Job
+from app.routing.policies.base import Policy
 from app.routing.policies.load import unfinished
 from app.routing.registry import Candidate
 
 
-class LeastConnections:
+class LeastConnections(Policy):
     """By (in flight + 1) / weight; the request about to be placed counts. Ties go to the node chosen longest ago."""
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         return sorted(candidates, key=_load) if len(candidates) > 1 else candidates
 
 

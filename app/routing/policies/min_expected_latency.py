@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+from app.routing.job import Job
+from app.routing.policies.base import Policy
 from app.routing.policies.load import capacity, mean_speed, unfinished
 from app.routing.registry import Candidate
 
 
-class MinExpectedLatency:
+class MinExpectedLatency(Policy):
     """By (in flight + 1) / (weight x speed), ties by speed, then by lot.
 
     LMDeploy leaves out the request that is about to be placed. Idle nodes are all equal then, however slow.
@@ -17,7 +19,7 @@ class MinExpectedLatency:
     def __init__(self, uniform: random.Random | None = None) -> None:
         self._uniform = (uniform or random.Random()).random
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         if len(candidates) < 2:
             return candidates
         mean = mean_speed(candidates)

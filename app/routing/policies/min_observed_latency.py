@@ -6,6 +6,8 @@ import random
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from app.routing.job import Job
+from app.routing.policies.base import Policy
 from app.routing.policies.load import unfinished
 from app.routing.registry import Candidate, Node
 
@@ -13,7 +15,7 @@ _EXPLORED_SAMPLES = 3  # with fewer, a mean says little
 _FORGOTTEN_AFTER = 100  # choices
 
 
-class MinObservedLatency:
+class MinObservedLatency(Policy):
     """By the mean of the last 15 whole answers x (in flight + 1) / weight, ties by lot.
 
     The load multiplies: the mean is known only when answers are over, and until then everything would go to one node.
@@ -25,7 +27,7 @@ class MinObservedLatency:
         self._uniform = (uniform or random.Random()).random
         self._tries: WeakKeyDictionary[Node, int] = WeakKeyDictionary()
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         if len(candidates) < 2:
             return candidates
         # Nothing suggests that a node which has shown nothing is better than the worst.

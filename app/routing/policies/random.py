@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+from app.routing.job import Job
+from app.routing.policies.base import Policy
 from app.routing.policies.load import capacity, mean_speed
 from app.routing.registry import Candidate
 
 
-class Random:
+class Random(Policy):
     """Weighted random order without replacement: a race in which each runs as fast as its weight x speed says.
 
     The same draw as sorting by u^(1/w) (Efraimidis and Spirakis, 2006), which cannot tell large weights apart.
@@ -17,6 +19,6 @@ class Random:
     def __init__(self, uniform: random.Random | None = None) -> None:
         self._arrival = (uniform or random.Random()).expovariate
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         mean = mean_speed(candidates)
         return sorted(candidates, key=lambda candidate: self._arrival(capacity(candidate, mean)))

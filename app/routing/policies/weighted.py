@@ -5,10 +5,12 @@ from __future__ import annotations
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from app.routing.job import Job
+from app.routing.policies.base import Policy
 from app.routing.registry import Candidate, Node
 
 
-class Weighted:
+class Weighted(Policy):
     """Smooth weighted round robin: shares are exact over any run, and a heavy node's turns are spread out.
 
     Each choice adds every candidate's share to its credit and takes the whole from the winner's (the method is
@@ -18,7 +20,7 @@ class Weighted:
     def __init__(self) -> None:
         self._credit: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         if not candidates:
             return candidates
         shares = _shares([candidate.node for candidate in candidates])

@@ -1,0 +1,56 @@
+"""How many requests a node works on at once, where its operator does not say: learned from how they begin.
+
+Several answers that run side by side prove that there are that many slots. A request that does not begin for long, and
+then does as soon as another has ended, shows that there are no more. Engines that report what is in their memory also
+work with a fixed, mostly small, number of slots and queue the rest unseen, so those are tried with a few at first, and
+then with twice what they have shown.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+_FIRST = 2
+_TRY_AGAIN_AFTER = 64  # requests, until one more than the known ceiling is tried
+
+
+class Slots:
+    """What one node, or one model on it, has shown."""
+
+    __slots__ = ("_careful", "_since", "ceiling", "proven")
+
+    def __init__(self, careful: bool) -> None:
+        """`careful`: begin with a few, instead of with as many as come."""
+        self.proven = 0
+        self.ceiling: int | None = None
+        self._careful = careful
+        self._since = 0  # requests since the ceiling was met
+
+    def limit(self) -> float:
+        """How many requests to give it at once."""
+        if self.ceiling is not None:
+            return self.ceiling + (self._since >= _TRY_AGAIN_AFTER)
+        return max(_FIRST, 2 * self.proven) if self._careful else inf
+
+    def placed(self) -> None:
+        self._since += 1
+
+    def ran(self, together: int) -> None:
+        """So many answers run at the same time."""
+        if together > self.proven:
+            self.proven = together
+        if self.ceiling is not None and together > self.ceiling:
+            self.ceiling = together
+            self._since = 0
+
+    def met(self, together: int) -> None:
+        """One more than so many had to wait until another ended."""
+        self.ceiling = max(1, together)
+        self.proven = min(self.proven, self.ceiling)
+        self._since = 0
+
+    def forget(self) -> None:
+        """The engine is a new one."""
+        self.proven = 0
+        self.ceiling = None
+        self._since = 0
