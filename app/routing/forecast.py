@@ -11,14 +11,13 @@ from app.routing import speeds
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.registry import Candidate, Node
-from app.routing.work import Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
+from app.routing.work import DOUBT_SECONDS, Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
 
 Clock = Callable[[], float]
 
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
 _MODELS = 512  # of which demand is remembered
-_DOUBT_SECONDS = 1.5  # for which nobody is sent to a model that may just be driven out, until the node says
 _LATE = 2.0  # times the expected time to the first token
 _LATE_SECONDS = 0.05
 _MISS_TOKENS = 256  # believed to be cached: from here on a miss can be told from a hit
@@ -173,7 +172,7 @@ class Forecast:
             return
         work = seat.work
         seat.cold = True
-        load = self.load_seconds(seat)
+        load = seat.load_s = self.load_seconds(seat)
         seat.load_wait = load + sum(
             other.loading.left(now) for other in work.seats.values() if other.loading is not None
         )
@@ -231,7 +230,7 @@ class Forecast:
             decode=decode,
             crowding=seat.press * min(service, seat.rest),
             eviction=seat.toll,
-            investment=seat.share * worse,
+            investment=min(seat.share * worse, seat.load_s) if seat.cold else 0.0,
         )
 
     def needs(self, demand: Demand, job: Job) -> tuple[float, float, float]:
@@ -274,12 +273,13 @@ class Forecast:
         return booking
 
     def began(self, booking: Booking) -> bool:
-        """Its first content has come. True when others waited for the model that it made the node load."""
+        """Its first content has come. True when others may have waited for that."""
         now = self.clock()
         seat, work = booking.seat, booking.seat.work
         if booking.began is not None or booking not in work.bookings:
             return False
         carried = booking.carries
+        room = work.room(seat)
         booking.began = now
         seat.confirmed = work.node.loaded
         if booking.job.stream:
@@ -288,14 +288,14 @@ class Forecast:
             self._learn_slots(booking, now)
             self._learn_first(booking, now)
         elif carried and seat.loading is not None:
-            work.load_ended(seat.loading, seat.model)
+            work.load_ended(seat.loading, seat.model, now)
             seat.loading = None
         if booking.job.chain:
             seat.demand.prefixes.learn(seat.held, booking.job.chain, booking.job.sizes)
         work.version += 1
         if carried:
             self.on_look(work.node)
-        return carried
+        return carried or work.room(seat) > room
 
     def _learn_first(self, booking: Booking, now: float) -> None:
         seat, work = booking.seat, booking.seat.work
@@ -303,7 +303,7 @@ class Forecast:
         if booking.waited_for_load:
             loading, seat.loading = seat.loading, None
             if loading is not None and loading.carrier is booking:
-                work.load_ended(loading, seat.model)
+                work.load_ended(loading, seat.model, now)
                 seat.speed.loaded(took - booking.fresh * seat.prefill_s)
             return
         seat.loading = None
@@ -337,11 +337,11 @@ class Forecast:
 
     def _met(self, seat: Seat) -> None:
         """A request began only when another ended: so many as ran then are all that run at once."""
-        together, model, alike = seat.work.ended_together
-        if model != seat.model or (alike < together and alike < seat.slots.proven):
-            seat.work.slots.met(together)
-        elif alike:
-            seat.slots.met(alike)
+        model, alike = seat.work.ended_alike
+        if model != seat.model or alike < seat.slots.proven:
+            seat.work.slots.met()  # it is the node that has no more, whatever the model
+        else:
+            seat.slots.met()
 
     def ended(self, booking: Booking, outcome: Outcome, usage: Usage | None, timings: Timings | None) -> None:
         """It is over, in whatever way."""
@@ -350,7 +350,7 @@ class Forecast:
         if booking not in work.bookings:
             return
         alike = sum(other.seat is seat for other in work.bookings if other.runs)
-        work.ended_at, work.ended_together = now, (work.running, seat.model, alike)
+        work.ended_at, work.ended_alike = now, (seat.model, alike)
         total = work.tick(now)
         if booking.runs:
             work.running -= 1
@@ -400,7 +400,7 @@ class Forecast:
         victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.size) else None
         seat.loading = loading
         if victim is not None:
-            victim.doubted_until = now + _DOUBT_SECONDS
+            victim.doubted_until = now + DOUBT_SECONDS
             if any(booking.seat is not seat for booking in seat.work.bookings):
                 loading.blocks = seat.work.chance_of_eviction(seat.size)
             self.on_look(seat.work.node)
@@ -427,7 +427,7 @@ class Forecast:
         if seat.loading is loading:
             seat.loading = None
         if seconds is not None:
-            seat.work.load_ended(loading, seat.model)
+            seat.work.load_ended(loading, seat.model, self.clock())
             seat.speed.loaded(seconds)
             seat.confirmed = seat.work.node.loaded
             seat.used_at = self.clock()

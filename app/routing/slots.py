@@ -11,13 +11,14 @@ from __future__ import annotations
 from math import inf
 
 _FIRST = 2
-_TRY_AGAIN_AFTER = 64  # requests, until one more than the known ceiling is tried
+_TRY_AGAIN_AFTER = 12  # requests, until one more than the known ceiling is tried; twice as many each time in vain
+_TRY_AGAIN_MAX = 400
 
 
 class Slots:
     """What one node, or one model on it, has shown."""
 
-    __slots__ = ("_careful", "_since", "ceiling", "proven")
+    __slots__ = ("_careful", "_patience", "_since", "ceiling", "proven")
 
     def __init__(self, careful: bool) -> None:
         """`careful`: begin with a few, instead of with as many as come."""
@@ -25,11 +26,12 @@ class Slots:
         self.ceiling: int | None = None
         self._careful = careful
         self._since = 0  # requests since the ceiling was met
+        self._patience = _TRY_AGAIN_AFTER
 
     def limit(self) -> float:
         """How many requests to give it at once."""
         if self.ceiling is not None:
-            return self.ceiling + (self._since >= _TRY_AGAIN_AFTER)
+            return self.ceiling + (self._since >= self._patience)
         return max(_FIRST, 2 * self.proven) if self._careful else inf
 
     def placed(self) -> None:
@@ -40,13 +42,15 @@ class Slots:
         if together > self.proven:
             self.proven = together
         if self.ceiling is not None and together > self.ceiling:
-            self.ceiling = together
-            self._since = 0
+            self.ceiling = None
+            self._patience = _TRY_AGAIN_AFTER
 
-    def met(self, together: int) -> None:
-        """One more than so many had to wait until another ended."""
-        self.ceiling = max(1, together)
-        self.proven = min(self.proven, self.ceiling)
+    def met(self) -> None:
+        """A request had to wait until another ended: there are no more slots than have been seen at work."""
+        ceiling = max(1, self.proven)
+        if self.ceiling is not None:
+            self._patience = min(2 * self._patience, _TRY_AGAIN_MAX)
+        self.ceiling = ceiling
         self._since = 0
 
     def forget(self) -> None:

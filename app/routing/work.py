@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 
+DOUBT_SECONDS = 1.5  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
 _SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
 _LATE_SECONDS = 0.05
@@ -96,7 +97,7 @@ class Work:
     __slots__ = (
         "bookings",
         "ended_at",
-        "ended_together",
+        "ended_alike",
         "incarnation",
         "load_over",
         "node",
@@ -126,7 +127,7 @@ class Work:
         self.running_sum = 0.0  # streams x seconds
         self.running_at = now
         self.ended_at = 0.0
-        self.ended_together = (0, "", 0)  # when one last ended: streams then, its model, streams of that model
+        self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
         self.together_max = 1  # most models seen in memory at once
         self.turned_out_at: int | None = None  # so many were too many
         self.wanted: tuple[Candidate, Job, float] | None = None  # a load that pays, for which request, until when
@@ -192,9 +193,13 @@ class Work:
                 self.turned_out_at = min(len(others) + 1, self.turned_out_at or 99)
                 self.together_max = min(self.together_max, max(len(there), 1))
 
-    def load_ended(self, loading: Loading, model: str) -> None:
+    def load_ended(self, loading: Loading, model: str, now: float) -> None:
         """Remembers what was there before a load, until the node lists what is there now."""
         self.load_over = (model, loading.others - {model})
+        if loading.blocks:
+            for seat in self.seats.values():
+                if seat.model != model and seat.model in loading.others:
+                    seat.doubted_until = now + DOUBT_SECONDS
 
     # -- slots
 
@@ -259,6 +264,7 @@ class Seat:
         "cold",
         "decode_s",
         "good_until",
+        "load_s",
         "load_wait",
         "prefill_s",
         "press",
@@ -289,7 +295,7 @@ class Seat:
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
         self.cold = False
-        self.load_wait = self.slot_wait = 0.0
+        self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0
 
     @property
@@ -308,7 +314,7 @@ class Seat:
         spec = self.work.node.spec
         if spec.speed is not None:
             return spec.weight * spec.speed
-        return spec.weight * math.sqrt(spec.max_concurrency or 4)
+        return spec.weight * (spec.max_concurrency or 4) ** 0.25
 
     def forget(self) -> None:
         self.demand.prefixes.forget(self.held)

@@ -102,8 +102,9 @@ class ShortestExpectedDelay(Policy):
             scores.append((score, service, seat, candidate))
         if cold:
             scores = [
-                (score + seat.share * (service - shortest) if seat.cold else score, service, seat, candidate)
-                for score, service, seat, candidate in scores
+                (score + _investment(seat, service - shortest), service, seat, candidate) if seat.cold else each
+                for each in scores
+                for score, service, seat, candidate in (each,)
             ]
             if arrives and self.start_load is not None:
                 self._regret(scores, job, now)
@@ -197,7 +198,8 @@ class ShortestExpectedDelay(Policy):
         demand = seat.demand
         demand.regret *= exp((demand.regret_at - now) / _REGRET_SECONDS)
         demand.regret_at = now
-        demand.regret += max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
+        loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
+        demand.regret += loss
         price = _LOAD_PRICE * load_seconds(seat) + _EVICTION_PRICE * seat.toll
         if demand.regret > price:
             demand.regret = 0.0
@@ -228,6 +230,12 @@ class ShortestExpectedDelay(Policy):
         plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
         best = min(each.prefill + each.decode for each in plain)
         return [self.forecast.prediction(self.forecast.seat(candidate), job, best) for candidate in candidates]
+
+
+def _investment(seat: Seat, worse: float) -> float:
+    """What a load here costs later requests, compared with the best place; never more than to move once."""
+    later = seat.share * worse
+    return later if later < seat.load_s else seat.load_s
 
 
 def _score(each: tuple[float, float, Seat, Candidate]) -> float:
