@@ -314,7 +314,7 @@ class Seat:
         spec = self.work.node.spec
         if spec.speed is not None:
             return spec.weight * spec.speed
-        return spec.weight * (spec.max_concurrency or 4) ** 0.25
+        return spec.weight * math.sqrt(spec.max_concurrency or 4)
 
     def forget(self) -> None:
         self.demand.prefixes.forget(self.held)
