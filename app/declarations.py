@@ -299,6 +299,8 @@ def local_node(entry: object) -> NodeSpec:
     if "url" not in values:
         raise ValueError("has no url")
     _check_trust(values)
+    if values.get("health_check") is False and not (values.get("kind") and values.get("models")):
+        raise ValueError("health_check false needs kind and models, as nobody asks the node for them")
     return NodeSpec(**values)
 
 

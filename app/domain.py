@@ -40,6 +40,7 @@ class Failure(StrEnum):
     SERVER_ERROR = "server_error"
     AUTH = "node_auth"  # the node refused Hearth's own key for it
     MODEL_MISSING = "model_missing"
+    CONTEXT_TOO_SMALL = "context_length_exceeded"  # the prompt does not fit there
     EMPTY = "empty_answer"
     MALFORMED = "malformed_answer"
     ERROR_EVENT = "error_event"  # an error object where content was expected

@@ -6,6 +6,8 @@ dialect. `NodeFailure` is why one attempt failed; clients see it only inside the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.domain import Failure
 
 
@@ -97,6 +99,11 @@ class RequestRefused(HearthError):
         self.logged = ""
         self.source = "node"
 
+    @property
+    def too_long(self) -> bool:
+        """The prompt does not fit into the model's context on that node."""
+        return self.code == "context_length_exceeded"
+
 
 class Unavailable(HearthError):
     """Nothing can serve the request now."""
@@ -126,9 +133,12 @@ class RateLimited(HearthError):
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+    def __init__(
+        self, message: str, *, retry_after_seconds: float, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.headers = headers
 
 
 class SpendingRefused(HearthError):
@@ -154,6 +164,10 @@ class LedgerUnavailable(HearthError):
     code = "ledger_unavailable"
 
 
+class LedgerRefused(LedgerUnavailable):
+    """The ledger's database works, and does not take these values. To try again is of no use."""
+
+
 class AllAttemptsFailed(HearthError):
     """Every attempt failed before content. The message lists them; the status is the last cause's."""
 
@@ -173,7 +187,13 @@ class AllAttemptsFailed(HearthError):
 
 
 # These failures are told in the node's own words.
-_TOLD_BY_NODES = (Failure.BUSY, Failure.SERVER_ERROR, Failure.MODEL_MISSING, Failure.ERROR_EVENT)
+_TOLD_BY_NODES = (
+    Failure.BUSY,
+    Failure.SERVER_ERROR,
+    Failure.MODEL_MISSING,
+    Failure.CONTEXT_TOO_SMALL,
+    Failure.ERROR_EVENT,
+)
 
 
 class NodeFailure(Exception):

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from fastapi import FastAPI
@@ -19,14 +19,21 @@ from starlette.types import ASGIApp
 
 from app import __version__
 from app.declarations import local_node
-from app.domain import NodeSpec, Operation
+from app.domain import Caller, NodeSpec, Operation
 from app.fronts.auth import Doors, Keyring
 from app.fronts.control import control_routes, render_errors
+from app.fronts.dashboard import Dashboard
 from app.fronts.door import FrontDoor
+from app.fronts.explain import ExplainApi, RequestApi
+from app.fronts.keys import KeyApi
 from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
-from app.fronts.openai import Inference
+from app.fronts.openai import Inference, Report
 from app.fronts.openapi import documented
+from app.fronts.sessions import Sessions
+from app.fronts.turnstile import Turnstile
+from app.fronts.usage import UsageApi
+from app.ledger.estimates import TokenEstimator
 from app.node_calls import NodeCalls
 from app.probes import Prober
 from app.providers import KINDS, detect_order
@@ -37,6 +44,7 @@ from app.routing.asking import Asking, Timeouts
 from app.routing.breaker import Breaker
 from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
+from app.routing.explain import Explainer
 from app.routing.links import Links
 from app.routing.loads import Loads
 from app.routing.membership import Membership
@@ -48,11 +56,25 @@ from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
 from app.routing.routes import Routes
 from app.settings import Settings, load_settings
+from app.sharing.fleet import Fleet
+from app.sharing.limits import Limits
+from app.sharing.link import Link
+from app.sharing.presence import new_instance_id
+from app.telemetry.counts import Counts
+from app.telemetry.gauges import sharing_gauges
 from app.telemetry.logs import LineSink, Logger, make_logger, make_request_line, open_writer
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
+from app.telemetry.money import Money
 from app.telemetry.report import Reporter
+from app.telemetry.ring import Ring
+from app.telemetry.slates import Slates
+from app.telemetry.snapshot import About, Snapshots
 from app.tls import Trust
 from app.upstream import Upstream
+
+if TYPE_CHECKING:
+    from app.telemetry.traces import Traces
+    from app.treasury import Treasury
 
 _FIRST_PROBES_SECONDS = 1.0
 _TELEMETRY_OFF: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False}
@@ -75,12 +97,20 @@ class Phase:
     closing: bool = False
 
 
-def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
-    """The whole gateway as an ASGI app. Opens nothing before its lifespan begins."""
+def create_app(
+    settings: Settings, sink: LineSink | None = None, *, keeps_nodes: bool = True, slates: Slates | None = None
+) -> FastAPI:
+    """The whole gateway as an ASGI app. Opens nothing before its lifespan begins.
+
+    Of several processes with one nodes file only one `keeps_nodes`; the others read it. Their metrics meet in `slates`.
+    """
+    instance_id = new_instance_id()
+    max_body_bytes = int(settings.max_body_mb * 2**20)
     sink = sink or open_writer()
     log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
     policy = POLICIES[settings.lb_strategy]()
+    traces = _traces(settings, instance_id, log)
     admission = Admission(chooser=policy if policy.schedules else None)
     registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
     routes = Routes(settings.routes_config(), registry)
@@ -93,9 +123,9 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         log=log,
         trust=trust,
     )
-    metrics = Metrics(registry, admission)
+    metrics = Metrics(registry, admission, slates, log.warning)
     line = make_request_line(sink, settings.log_level, settings.log_format)
-    reporter = Reporter(log, line, metrics, settings.lb_strategy)
+    reporter = Reporter(log, line, settings.lb_strategy)
     upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout, trust)
     calls = NodeCalls(trust)
     links = Links(calls, disaggregations(_migration(settings)))
@@ -113,7 +143,41 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         on_trouble=log.warning,
         on_leave=leaves,
     )
-    choice = Choice(policy, admission, metrics, settings.first_token_timeout)
+    link = Link(settings.redis_url.get_secret_value(), log.warning) if settings.redis_url else None
+    fleet = None
+    if link is not None:
+        fleet = Fleet(
+            link,
+            registry,
+            membership,
+            instance_id,
+            declared=settings.local_node_specs(),
+            on_freed=admission.freed,
+            on_trouble=log.warning,
+        )
+        metrics.add(sharing_gauges(link, lambda: fleet.peers))
+    estimator = TokenEstimator()
+    limits = Limits(link)
+    treasury = _treasury(
+        settings,
+        registry=registry,
+        routes=routes,
+        link=link,
+        instance=instance_id,
+        alive=fleet.alive if fleet else None,
+        estimator=estimator,
+        on_trouble=log.warning,
+        on_row=metrics.counts.booked,
+    )
+    if treasury is not None:
+        metrics.add_source(treasury.funds())
+    choice = Choice(
+        policy,
+        admission,
+        metrics.counts,
+        settings.first_token_timeout,
+        purse=treasury.purse if treasury else None,
+    )
     asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
     loads = _loads(policy, asking, prober)
     dispatcher = Dispatcher(
@@ -123,20 +187,45 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         asking=asking,
         retry=Retry(settings.max_attempts),
         request_seconds=settings.request_timeout,
-        pairs=Pairs(choice, asking, links, _leaks(metrics, log)) if settings.serving_strategy == "DistServe" else None,
+        pairs=Pairs(choice, asking, links, _leaks(metrics.counts, log))
+        if settings.serving_strategy == "DistServe"
+        else None,
         loads=loads,
         suspect=prober.suspect,
+        on_missing=reporter.advice.missing,
     )
-    doors = Doors(_keyring(settings.api_keys), _keyring(settings.admin_keys))
+    sessions = Sessions(_plain(settings.admin_keys)) if settings.admin_keys else None
+    doors = Doors(
+        Keyring(_plain(settings.api_keys), rate=settings.default_rate()),
+        Keyring(_plain(settings.admin_keys), "admin", "ADMIN_KEYS"),
+        treasury.keys if treasury else None,
+        sessions,
+    )
     app = FrontDoor(
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(upstream, calls, prober, membership, links, loads),
+        lifespan=_lifespan(
+            upstream,
+            calls,
+            prober,
+            membership,
+            links,
+            loads,
+            keeps_nodes,
+            link,
+            fleet,
+            limits,
+            treasury,
+            metrics,
+            traces,
+        ),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
     app.state.phase = phase
+    app.state.instance_id = instance_id
+    app.state.fleet = fleet
     models = Models(registry, routes, int(time.time()))
     app.include_router(control_routes(registry, models, doors, metrics.render, CONTENT_TYPE))
     for router in NodeApi(
@@ -152,15 +241,52 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
         links=links,
     ).routers():
         app.include_router(router)
+    app.include_router(KeyApi(treasury.keys if treasury else None, doors).router())
+    app.include_router(
+        UsageApi(
+            doors=doors,
+            books=treasury.books if treasury else None,
+            accounts=treasury.accounts if treasury else (),
+            on_reconciled=treasury.reconciled if treasury else None,
+        ).router()
+    )
+    ring = Ring(settings.lb_strategy, has_cloud=bool(settings.cloud_specs()))
+    app.include_router(RequestApi(ring, doors).router())
+    explainer = Explainer(
+        registry=registry,
+        dispatcher=dispatcher,
+        choice=choice,
+        policy=settings.lb_strategy,
+        max_attempts=settings.max_attempts,
+    )
+    callers = treasury.keys.callers if treasury else tuple[Caller, ...]
+    app.include_router(ExplainApi(explainer, doors, callers, max_body_bytes).router())
+    snapshots = Snapshots(
+        About(__version__, instance_id, settings.lb_strategy, time.monotonic()),
+        registry=registry,
+        admission=admission,
+        ring=ring,
+        money=Money(treasury.books, treasury.accounts) if treasury else None,
+        peers=lambda: fleet.peers if fleet else (),
+        closing=lambda: phase.closing,
+        on_trouble=log.error,
+    )
+    app.include_router(Dashboard(snapshots, doors, sessions, registry, membership).router())
+    turnstile = Turnstile(limits, estimator.estimate_prompt)
+    reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), metrics.counts, reporter, ring]
+    if traces is not None:
+        reports.append(traces)
     for path, operation in _ROUTES.items():
         endpoint = Inference(
             operation,
             dispatcher=dispatcher,
             doors=doors,
-            report=reporter,
+            reports=reports,
             on_bug=reporter.bug,
-            max_body_bytes=int(settings.max_body_mb * 2**20),
+            max_body_bytes=max_body_bytes,
             closing=lambda: phase.closing,
+            turnstile=turnstile,
+            begin_span=traces.begin if traces else None,
         )
         # People write base_url with and without /v1. A redirect would lose the body.
         for prefix in ("/v1", ""):
@@ -173,16 +299,31 @@ def create_app(settings: Settings, sink: LineSink | None = None) -> FastAPI:
 
 
 def _lifespan(
-    upstream: Upstream, calls: NodeCalls, prober: Prober, membership: Membership, links: Links, loads: Loads | None
+    upstream: Upstream,
+    calls: NodeCalls,
+    prober: Prober,
+    membership: Membership,
+    links: Links,
+    loads: Loads | None,
+    keeps_nodes: bool,
+    link: Link | None,
+    fleet: Fleet | None,
+    limits: Limits,
+    treasury: Treasury | None,
+    metrics: Metrics,
+    traces: Traces | None,
 ) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream, calls:
+        stores = link or nullcontext(), treasury or nullcontext()
+        async with upstream, calls, traces or nullcontext(), stores[0], limits, stores[1], metrics:
             await membership.restore()
-            background = [
-                asyncio.create_task(prober.run(), name="probes"),
-                asyncio.create_task(membership.keep(), name="node store"),
-            ]
+            background = [asyncio.create_task(prober.run(), name="probes")]
+            if keeps_nodes:
+                background.append(asyncio.create_task(membership.keep(), name="node store"))
+            if fleet is not None:
+                await fleet.start()
+                background.append(asyncio.create_task(fleet.run(), name="fleet"))
             # A moment for the first look at the nodes, so that the first request finds them; they need not be up.
             with suppress(TimeoutError):
                 await asyncio.wait_for(prober.first_round.wait(), _FIRST_PROBES_SECONDS)
@@ -229,12 +370,12 @@ def _node(spec: NodeSpec, settings: Settings, log: Logger) -> Node:
     return Node(spec, breaker, KINDS[spec.kind] if spec.kind else None)
 
 
-def _leaks(metrics: Metrics, log: Logger) -> Callable[[Node], None]:
+def _leaks(counts: Counts, log: Logger) -> Callable[[Node], None]:
     """Counts every leak, and says once for each node what it means."""
     told: WeakSet[Node] = WeakSet()
 
     def leaked(node: Node) -> None:
-        metrics.leak(node)
+        counts.leak(node)
         if node not in told:
             told.add(node)
             log.warning(
@@ -253,8 +394,36 @@ def _migration(settings: Settings) -> Migration:
     )
 
 
-def _keyring(keys: tuple[SecretStr, ...]) -> Keyring:
-    return Keyring(key.get_secret_value() for key in keys)
+def _treasury(settings: Settings, **parts: Any) -> Treasury | None:
+    url = settings.database()
+    if url is None:
+        return None
+    from app.treasury import Treasury
+
+    return Treasury(settings, url, **parts)
+
+
+def _traces(settings: Settings, instance_id: str, log: Logger) -> Traces | None:
+    if settings.otel_exporter_otlp_endpoint is None:
+        return None
+    from app.telemetry.traces import Receiver, Traces
+
+    headers = settings.otel_exporter_otlp_headers
+    receiver = Receiver(
+        settings.otel_exporter_otlp_endpoint,
+        headers=headers.get_secret_value() if headers else "",
+        service=settings.otel_service_name,
+        version=__version__,
+        instance=instance_id,
+        sampler=settings.otel_traces_sampler,
+        share=settings.otel_traces_sampler_arg,
+        prompts=settings.trace_prompts,
+    )
+    return Traces(receiver, log.warning)
+
+
+def _plain(keys: tuple[SecretStr, ...]) -> list[str]:
+    return [key.get_secret_value() for key in keys]
 
 
 def _with_cors(endpoint: ASGIApp, settings: Settings) -> ASGIApp:

@@ -159,12 +159,12 @@ class Prober:
                 kind = node.kind or await self._recognise(client, node)
                 return await self._probe(client, node, kind)
         except _Bad as bad:
-            slow = bad.slow and node.in_flight > 0
+            slow = bad.slow and node.in_flight_everywhere > 0
             return _Seen(Health(NodeState.DOWN, bad.reason), weight=_SLOW_BUT_BUSY if slow else 1.0)
         except UnusableCaFile as error:
             return _Seen(Health(NodeState.DOWN, str(error)), weight=1.0)
         except TimeoutError:
-            weight = _SLOW_BUT_BUSY if node.in_flight else 1.0
+            weight = _SLOW_BUT_BUSY if node.in_flight_everywhere else 1.0
             return _Seen(Health(NodeState.DOWN, "does not answer probes in time"), weight=weight)
 
     async def _probe(self, client: httpx.AsyncClient, node: Node, kind: Kind) -> _Seen:

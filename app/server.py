@@ -4,7 +4,6 @@ that knows uvicorn.
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 from collections.abc import Callable
@@ -15,20 +14,16 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.ports import DRAIN_SECONDS
 from app.settings import Settings
 
 HEAD_BYTES_MAX = 64 * 1024
-DRAIN_SECONDS = 30
 _KEEPALIVE_SECONDS = 75  # longer than clients keep their connections, so that they close first
 _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-type: application/json\r\ncontent-length: 109\r\nconnection: close\r\n\r\n"
     b'{"error":{"message":"the headers are too long","type":"invalid_request_error","param":null,"code":"headers"}}'
 )
-
-
-class PortTaken(Exception):
-    """Somebody else listens there."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -49,26 +44,59 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends well: the first signal lets running requests end, the second one does not."""
+    """Ends well: the first signal lets running requests end, the second one does not.
 
-    def __init__(self, config: uvicorn.Config, on_closing: Callable[[], None]) -> None:
+    `on_closing` hears of the end, `on_started` of the begin. One of several workers takes every signal for the first:
+    a terminal or a service manager may send one to each process, and the parent sends its own.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_closing: Callable[[], None],
+        on_started: Callable[[], None] = lambda: None,
+        *,
+        one_of_many: bool = False,
+    ) -> None:
         super().__init__(config)
         self._on_closing = on_closing
+        self._on_started = on_started
+        self._one_of_many = one_of_many
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    def drain(self) -> None:
+        """Takes no more connections, and ends when running requests have. May be called from any thread."""
+        if not self.should_exit:
+            self.should_exit = True
+            self._on_closing()
+
+    def stop(self) -> None:
+        """Ends at once. May be called from any thread."""
+        self.should_exit = self.force_exit = True
+        # What breaks off now does so on purpose; uvicorn would show a traceback for each of it.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn would raise the signal again at the end, and the process would die of it.
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        if self.force_exit:
-            # What breaks off now does so on purpose; uvicorn would show a traceback for each of it.
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        if self.should_exit and not self._one_of_many:
+            self.stop()
         else:
-            self._on_closing()
+            self.drain()
 
 
-def make_server(app: FastAPI, settings: Settings, on_closing: Callable[[], None]) -> Server:
-    """A server for the app, not started yet. Raises `PortTaken`."""
-    _check_port(settings.host, settings.port)
+def make_server(
+    app: FastAPI,
+    settings: Settings,
+    on_closing: Callable[[], None],
+    on_started: Callable[[], None] = lambda: None,
+    *,
+    one_of_many: bool = False,
+) -> Server:
+    """A server for the app, not started yet."""
     options: dict[str, Any] = {
         "host": settings.host,
         "port": settings.port,
@@ -87,16 +115,4 @@ def make_server(app: FastAPI, settings: Settings, on_closing: Callable[[], None]
         timeout_keep_alive=_KEEPALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    return Server(config, on_closing)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Looks before uvicorn does, whose own words name neither setting."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortTaken(f"PORT: {port} on {host} is in use; set another, or stop what uses it") from error
+    return Server(config, on_closing, on_started, one_of_many=one_of_many)

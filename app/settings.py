@@ -56,9 +56,13 @@ SHARING_FAILURES = ("closed", "local")
 SERVING_STRATEGIES = ("Hybrid", "DistServe")
 MIGRATION_PROTOCOLS = ("RDMA", "NVLINK", "TCP")
 LINK_TYPES = ("RoCE", "IB")
+TRACE_SAMPLERS = tuple(
+    f"{parent}{kind}" for parent in ("parentbased_", "") for kind in ("always_on", "always_off", "traceidratio")
+)
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OPENAI = "https://api.openai.com/v1"
+_GRPC_PORT = 4317  # of receivers of traces
 _HIDDEN = Field(exclude=True)  # holds keys, which must not get into a dump
 _LOG_LEVEL_ALIASES = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug"}
 _LMDEPLOY_VARIABLES = {
@@ -112,6 +116,15 @@ def _store(value: object, allowed: re.Pattern[str], examples: str) -> SecretStr:
     if not allowed.fullmatch(stripped) or not stripped.isprintable():
         raise ValueError(f"is not a URL such as {examples}")  # not shown: it may hold a password
     return SecretStr(stripped)
+
+
+def _trace_headers(value: object) -> SecretStr:
+    """What the receiver of traces wants to see, as OpenTelemetry writes it."""
+    plain = _plain(value)
+    pairs = [pair.partition("=") for pair in str(plain).split(",") if pair.strip()]
+    if not all(name.strip() and "=" in equals and content.strip() for name, equals, content in pairs):
+        raise ValueError("is not a list such as x-api-key=KEY,x-team=models")  # not shown: it may hold a key
+    return SecretStr(str(plain).strip())
 
 
 def _is_off(value: object) -> bool:
@@ -216,6 +229,13 @@ class Settings(BaseSettings):
 
     log_level: Annotated[str, _one_of(LOG_LEVELS, _LOG_LEVEL_ALIASES)] = "INFO"
     log_format: Annotated[str, _one_of(LOG_FORMATS)] = "auto"
+
+    otel_exporter_otlp_endpoint: Url | None = None
+    otel_exporter_otlp_headers: Annotated[SecretStr, BeforeValidator(_trace_headers)] | None = None
+    otel_service_name: Text = "hearth"
+    otel_traces_sampler: Annotated[str, _one_of(TRACE_SAMPLERS)] = "parentbased_always_on"
+    otel_traces_sampler_arg: Annotated[float, BeforeValidator(values.share)] = 1.0
+    trace_prompts: Flag = False
 
     database_url: Annotated[SecretStr, BeforeValidator(_database)] = SecretStr("sqlite:///data/hearth.db")
     redis_url: Annotated[SecretStr, BeforeValidator(_redis)] | None = None
@@ -335,6 +355,8 @@ class Settings(BaseSettings):
         for node in (*self.local_nodes, *self._cloud):
             if not node.tls_verify and node.api_key:
                 yield f"{node.name}'s certificate is not checked (tls_verify): whoever poses as it gets its key"
+        if urlsplit(self.otel_exporter_otlp_endpoint or "").port == _GRPC_PORT:
+            yield "OTEL_EXPORTER_OTLP_ENDPOINT names gRPC's port; traces go over HTTP, mostly to port 4318"
         urls = [node.url for node in self.local_nodes]
         for url in dict.fromkeys(url for url in urls if urls.count(url) > 1):
             yield f"LOCAL_NODES lists {url} more than once; it counts as that many nodes"

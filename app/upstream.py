@@ -153,10 +153,11 @@ class NodeResponse:
     def headers(self) -> Mapping[str, str]:
         return self._connection.headers
 
-    def began(self) -> None:
+    def began(self, *, stream: bool) -> None:
         """Content has come: from now on it is the gap between pieces that is limited."""
         if not self.at_end:
             self._watchdog.content()
+            self._connection.moderate = stream
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""

@@ -5,8 +5,8 @@ Run: python -m benchmarks.scheduling [--clusters twelve,pair] [--policies shorte
 
 A workload is a number of sessions of several turns; each turn repeats the whole conversation so far, and sessions of
 a model share long system prompts. `stretch` is the mean of a request's whole time over the time that it would take
-alone on the fastest node, with the model loaded and what was said before cached. `placed` is not a policy that anybody could
-have: each model's sessions go to the nodes that someone chose who knew the cluster and the workload.
+alone on the fastest node, with the model loaded and what was said before cached. `placed` is not a policy that
+anybody could have: each model's sessions go to the nodes that someone chose who knew the cluster and the workload.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ def play(
         await cluster.close()
         return result
 
-    return run(work)
+    result: Result = run(work)
+    return result
 
 
 async def _session(cluster: Cluster, scene: Scene, session: Session, result: Result) -> None:

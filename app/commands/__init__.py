@@ -33,4 +33,12 @@ COMMANDS = {
         "[--SETTING VALUE ...]",
         "start the gateway; every setting of .env.example is a flag too (--port 9000)",
     ),
+    "keys": Command("app.commands.keys", "COMMAND", "create, list, rotate, disable and enable API keys"),
+    "doctor": Command(
+        "app.commands.doctor", "[--json]", "say what is wrong with this installation, and how to mend it"
+    ),
+    "nodes": Command("app.commands.nodes", "[drain NAME | enable NAME]", "show the running gateway's nodes"),
+    "top": Command("app.commands.top", "[--once]", "watch what the running gateway does"),
+    "usage": Command("app.commands.usage", "[--since WHEN] [--by WORDS]", "show what was used, spent and saved"),
+    "explain": Command("app.commands.explain", "--model NAME", "show who would serve a request, and why not others"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -14,6 +14,8 @@ from app.errors import HearthError
 
 if TYPE_CHECKING:
     from app.settings import Settings
+
+_WIDE_CHARACTERS = 1000
 
 
 class Refused(Exception):
@@ -40,7 +42,9 @@ def run(commands: typer.Typer, name: str, argv: Sequence[str]) -> int:
     try:
         status = command.main(args=list(argv), prog_name=f"python -m app {name}", standalone_mode=False)
     except TyperException as error:
-        return _refused(f"{error.format_message()} See `python -m app {name} --help`")
+        # typer says in pydantic's way what is not one of several values.
+        message = error.format_message().replace("Value error, ", "")
+        return _refused(f"{message} See `python -m app {name} --help`")
     except (Refused, HearthError) as error:
         return _refused(error.message)
     except typer.Abort:
@@ -56,6 +60,20 @@ def settings() -> Settings:
         return load_settings()
     except SettingsError as error:
         raise Refused(error.message) from error
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints cells as they are, whatever they hold. Where nobody sees them they are not made to fit a width."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(width=None if sys.stdout.isatty() else _WIDE_CHARACTERS).print(table)
 
 
 def _refused(message: str) -> int:

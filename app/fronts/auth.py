@@ -58,13 +58,28 @@ class KeyBook(Protocol):
         ...
 
 
+class SessionBook(Protocol):
+    """Sessions of admins in a browser."""
+
+    def holds(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether the request is one of our own pages in a session that is open."""
+        ...
+
+
 class Doors:
     """The two questions of every request: may it ask for inference, may it manage."""
 
-    def __init__(self, api_keys: Keyring, admin_keys: Keyring, book: KeyBook | None = None) -> None:
+    def __init__(
+        self,
+        api_keys: Keyring,
+        admin_keys: Keyring,
+        book: KeyBook | None = None,
+        sessions: SessionBook | None = None,
+    ) -> None:
         self._api_keys = api_keys
         self._admin_keys = admin_keys
         self._book = book
+        self._sessions = sessions
 
     def check_client(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Who asks. Raises `Unauthorized` unless a key is shown; where there are none at all, everybody may ask."""
@@ -83,12 +98,14 @@ class Doors:
     def _made(self, token: bytes) -> Caller | None:
         # Found by the plain digest. A guess can be aimed at no digest, so the most that a look-up's time could tell
         # is a part of one, and that finds no key of 256 random bits.
-        return self._book.caller_of(digest_of(token)) if self._book else None
+        return None if self._book is None else self._book.caller_of(digest_of(token))
 
     def check_admin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raises `Unauthorized` or `Forbidden`. Without ADMIN_KEYS only this machine itself may manage."""
         if self._admin_keys:
             token = token_of(headers)
+            if token is None and self._sessions is not None and self._sessions.holds(headers):
+                return
             if token is None or self._admin_keys.find(token) is None:
                 raise Unauthorized(_told(token))
         elif not _is_local(scope, headers):

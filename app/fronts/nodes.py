@@ -112,10 +112,12 @@ class NodeApi:
         body = await _body(request)
         node = self._known(_url_in(body))
         self._membership.drain(node, body.get("drain", True) is not False)
-        idle = node.in_flight == 0
+        idle = node.in_flight_everywhere == 0
         state = ("drained" if idle else "draining") if node.draining else node.state.value
         done = idle or not node.draining
-        return JSONResponse({"url": node.spec.url, "state": state, "in_flight": node.in_flight}, 200 if done else 202)
+        return JSONResponse(
+            {"url": node.spec.url, "state": state, "in_flight": node.in_flight_everywhere}, 200 if done else 202
+        )
 
     async def terminate(self, request: Request) -> JSONResponse:
         node = self._known(await _url(request))
@@ -259,7 +261,7 @@ def _status(node: Node) -> dict[str, Any]:
     return {
         "role": _ROLE_NUMBERS[node.spec.role],
         "models": list(node.models or node.spec.models),
-        "unfinished": node.in_flight,
+        "unfinished": node.in_flight_everywhere,
         "latency": [round(seconds, 6) for seconds in node.latencies],
         "speed": node.spec.speed,
         "state": "draining" if node.draining else node.state.value,

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 
 from app.domain import Operation, Outcome, Request, tier_name
-from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NodeFailure, Unavailable, UnsupportedMediaType
+from app.errors import (
+    HearthError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NodeFailure,
+    RateLimited,
+    Unavailable,
+    UnsupportedMediaType,
+)
 from app.fronts.asgi import (
     ClientGone,
     ClientWatch,
@@ -23,10 +31,13 @@ from app.fronts.asgi import (
     request_id,
     send_json,
 )
-from app.fronts.auth import Doors
+from app.fronts.auth import Doors, check_route
 from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers
+from app.fronts.turnstile import Turnstile
+from app.request_ids import CURRENT, RequestIds, trace_of
 from app.routing.dispatch import Dispatcher
 from app.routing.reply import Reply
+from app.routing.spans import RequestSpan
 from app.routing.trail import Trail
 
 _PASSED_ON = (b"traceparent", b"tracestate")
@@ -35,6 +46,7 @@ _TRUE = frozenset({b"true", b"1", b"yes", b"on"})
 _FALSE = frozenset({b"false", b"0", b"no", b"off"})
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
+BeginSpan = Callable[[Mapping[bytes, bytes], Operation, str], RequestSpan | None]  # headers, what is asked, path
 Report = Callable[[Request | None, str, Operation, Trail, Outcome, HearthError | NodeFailure | None], None]
 
 
@@ -47,21 +59,27 @@ class Inference:
         *,
         dispatcher: Dispatcher,
         doors: Doors,
-        report: Report,
+        reports: Sequence[Report],
         on_bug: Callable[[str, str], None],
         max_body_bytes: int,
         closing: Callable[[], bool],
+        turnstile: Turnstile,
+        begin_span: BeginSpan | None = None,
     ) -> None:
+        """`begin_span` begins the trace of each request; None = there are no traces."""
         self._operation = operation
         self._dispatcher = dispatcher
         self._doors = doors
-        self._report = report
+        self._reports = reports
         self._on_bug = on_bug
         self._max_body_bytes = max_body_bytes
         self._closing = closing
+        self._turnstile = turnstile
+        self._begin_span = begin_span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(headers_of(scope), send)
+        self._trace(exchange, scope["path"])
         try:
             request = await self._read(scope, receive, exchange)
             with ClientWatch(receive) as watch:
@@ -74,21 +92,36 @@ class Inference:
             await exchange.refuse(error)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            exchange.cut(_shutting_down())  # by the server: what the client does ends with the watch
+            raise
         except Exception:
             self._on_bug(exchange.id, traceback.format_exc())
             await exchange.refuse(HearthError("Hearth itself failed; its log says why under this request's id"))
         finally:
-            self._report(
-                exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error
-            )
+            if exchange.limits:
+                self._leave(exchange)
+            for report in self._reports:
+                report(exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error)
+
+    def _trace(self, exchange: _Exchange, path: str) -> None:
+        """Lets all that is said of the request be found together."""
+        trail, headers = exchange.trail, exchange.headers
+        if self._begin_span is not None:
+            trail.span = self._begin_span(headers, self._operation, path)
+        if trail.span is not None:
+            trail.trace_id = trail.span.trace_id
+        elif b"traceparent" in headers:
+            trail.trace_id = trace_of(headers[b"traceparent"])
+        CURRENT.set(RequestIds(exchange.id, trail.trace_id))
 
     async def _read(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Request:
         headers = exchange.headers
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST")
         if self._closing():
-            raise Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
-        self._doors.check_client(headers)
+            raise _shutting_down()
+        caller = self._doors.check_client(headers)
         _check_media_type(headers)
         body = await read_body(receive, headers.get(b"content-length"), self._max_body_bytes)
         fields = decode(body)
@@ -103,18 +136,39 @@ class Inference:
             fields=fields,
             stream=stream,
             include_usage=stream and options.get("include_usage") is True,
-            local_only=_said(scope, headers, b"x-hearth-local-only"),
-            reasoning_content=_said(scope, headers, b"x-hearth-reasoning-content"),
+            local_only=said(scope, headers, b"x-hearth-local-only"),
+            reasoning_content=said(scope, headers, b"x-hearth-reasoning-content"),
+            caller=caller,
             forwarded=_forwarded(headers, exchange.id),
         )
         exchange.request = request
+        if caller.routes:
+            check_route(caller, request.model)
+        if caller.rate is not None:
+            exchange.counted_tokens, exchange.limits = self._turnstile.enter(request, caller.rate)
         return request
+
+    def _leave(self, exchange: _Exchange) -> None:
+        request = exchange.request
+        if request is not None and request.caller.rate is not None:
+            self._turnstile.leave(request, request.caller.rate, exchange.counted_tokens, exchange.trail.usage)
 
 
 class _Exchange:
     """One request and what has been answered to it so far."""
 
-    __slots__ = ("_send", "error", "headers", "id", "outcome", "request", "started", "trail")
+    __slots__ = (
+        "_send",
+        "counted_tokens",
+        "error",
+        "headers",
+        "id",
+        "limits",
+        "outcome",
+        "request",
+        "started",
+        "trail",
+    )
 
     def __init__(self, headers: dict[bytes, bytes], send: Send) -> None:
         self.trail = Trail()
@@ -124,6 +178,8 @@ class _Exchange:
         self.outcome = Outcome.ABANDONED  # until something else is known
         self.error: HearthError | NodeFailure | None = None
         self.started = False
+        self.counted_tokens = 0  # against the caller's limit, before anybody knew
+        self.limits: Headers = []  # how the caller stands
         self._send = send
 
     async def relay(self, reply: Reply, watch: ClientWatch) -> None:
@@ -151,6 +207,10 @@ class _Exchange:
         watch.done()
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
+    def cut(self, error: HearthError) -> None:
+        """Takes note that the request was ended from outside, with no chance to say so."""
+        self.error, self.outcome = error, Outcome.FAILED
+
     async def refuse(self, error: HearthError) -> None:
         """Answers with an error, unless an answer has begun."""
         self.error = error
@@ -159,6 +219,8 @@ class _Exchange:
         if self.started:
             return
         self.started = True
+        if isinstance(error, RateLimited):
+            self.limits = list(error.headers)
         headers = [*self._served_by(), *error_headers(error)]
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
@@ -176,7 +238,13 @@ class _Exchange:
             ]
         if trail.fallback:
             headers.append((b"x-hearth-fallback", trail.fallback.encode()))
+        if self.limits:
+            headers += self.limits
         return headers
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
 
 
 async def _in_time(exchange: _Exchange, reply: Reply, watch: ClientWatch) -> None:
@@ -194,7 +262,7 @@ def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str,
     return (("x-request-id", request_id), *traced)
 
 
-def _said(scope: Scope, headers: dict[bytes, bytes], name: bytes) -> bool:
+def said(scope: Scope, headers: dict[bytes, bytes], name: bytes) -> bool:
     """Whether a header says yes. Of several one is enough, as a reverse proxy may have added its own.
 
     Raises `InvalidRequest` for another word: whoever misspells a wish for privacy must not lose it unawares.

@@ -21,11 +21,11 @@ _MESSAGE = {
     "properties": {"role": {"type": "string", "minLength": 1}, "content": {}},
     "examples": [{"role": "user", "content": "Hi"}],
 }
-_LOCAL_ONLY = {
+LOCAL_ONLY = {
     "name": "X-Hearth-Local-Only",
     "in": "header",
     "description": "`true` keeps this request on local nodes, whatever happens.",
-    "schema": {"type": "string", "enum": ["true", "false"]},
+    "schema": {"type": "string", "pattern": "^(true|false|1|0|yes|no|on|off)$", "examples": ["true"]},
 }
 
 _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +61,8 @@ _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+ANY_REQUEST = {"type": "object", "anyOf": [{"additionalProperties": True, **body} for _, body in _ROUTES.values()]}
 
 _ERROR = {
     "type": "object",
@@ -134,7 +136,7 @@ def _operation(path: str) -> dict[str, Any]:
         "operationId": path.removeprefix("/v1/").replace("/", "_"),
         "tags": ["inference"],
         "description": "OpenAI's request and answer; every field beyond these goes to the node as it is.",
-        "parameters": [_LOCAL_ONLY],
+        "parameters": [LOCAL_ONLY],
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True, **body}}},

@@ -32,6 +32,7 @@ def node_view(node: Node) -> dict[str, Any]:
         "breaker": {"state": node.breaker.state, "reason": node.breaker.reason},
         "busy_seconds": max(0.0, round(node.penalty_until - time.monotonic(), 1)),
         "in_flight": node.in_flight,
+        "others_in_flight": node.others_in_flight,
         "max_concurrency": node.spec.max_concurrency,
         "weight": node.spec.weight,
         "models": sorted(node.models) if node.models is not None else None,

@@ -7,7 +7,8 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypedDict
 
 from app.domain import Budget, Caller, Period, Rate
 from app.errors import HearthError, InvalidRequest, NotFound
@@ -15,7 +16,12 @@ from app.errors import HearthError, InvalidRequest, NotFound
 NAME_CHARACTERS_MAX = 64
 PATTERNS_MAX = 100
 PATTERN_CHARACTERS_MAX = 512
-AMOUNT_MAX = 2**53  # of anything: JSON's numbers are exact up to here
+BUDGET_MAX = 10**15  # micro-dollars: a thousand million dollars, exact as a number of JSON's too
+PER_MINUTE_MAX = 2**31 - 1
+TIME_MAX = 253_402_300_799_999  # the last millisecond of the year 9999, the last that dates can be written of
+
+MICRO_DOLLARS = 1_000_000  # in a dollar
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 _PREFIX = "hearth-"
 _SECRET_BYTES = 32
@@ -56,20 +62,16 @@ class Key:
     requests_per_minute: int | None
     tokens_per_minute: int | None
 
-    def caller(self, default_rate: Rate | None = None) -> Caller:
-        """Who asks with this key. A limit of its own goes before the one that all keys have."""
-        default = default_rate or Rate()
-        rate = Rate(
-            default.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
-            default.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
-        )
+    def caller(self) -> Caller:
+        """Who asks with this key."""
+        rate = Rate(self.requests_per_minute, self.tokens_per_minute)
         return Caller(
             id=self.id,
             name=self.name,
             routes=self.routes,
             local_only=self.local_only,
             budget=None if self.budget_limit is None else Budget(self.budget_limit, self.budget_period),
-            rate=None if rate == Rate() else rate,
+            rate=rate if any(rate) else None,
         )
 
     def expired(self, now: int) -> bool:
@@ -109,17 +111,37 @@ def hint(secret: str) -> str:
     return secret[:_HINT_CHARACTERS]
 
 
+def document(key: Key) -> dict[str, Any]:
+    """A key as JSON shows it: money in dollars, times in ISO 8601 and UTC."""
+    return {
+        "id": key.id,
+        "name": key.name,
+        "hint": key.hint,
+        "created_at": _written(key.created_at),
+        "changed_at": _written(key.changed_at),
+        "expires_at": None if key.expires_at is None else _written(key.expires_at),
+        "disabled": key.disabled,
+        "routes": list(key.routes),
+        "local_only": key.local_only,
+        # Exact: up to the largest budget no two micro-dollars share a number.
+        "budget_usd": None if key.budget_limit is None else key.budget_limit / MICRO_DOLLARS,
+        "budget_period": key.budget_period.value,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_minute": key.tokens_per_minute,
+    }
+
+
 def check(traits: Traits, now: int) -> None:
     """Raises `InvalidRequest`, which names the trait that cannot be."""
     if "name" in traits:
         _check_name(traits["name"])
     _check_patterns(traits.get("routes", ()))
     expires_at = traits.get("expires_at")
-    if expires_at is not None and not now < expires_at <= AMOUNT_MAX:
+    if expires_at is not None and not now < expires_at <= TIME_MAX:
         raise InvalidRequest("a key must expire in the future; to end one now, disable it", param="expires_at")
-    _check_amount("budget_limit", traits.get("budget_limit"), 0)
-    _check_amount("requests_per_minute", traits.get("requests_per_minute"), 1)
-    _check_amount("tokens_per_minute", traits.get("tokens_per_minute"), 1)
+    _check_amount("budget_limit", traits.get("budget_limit"), 0, BUDGET_MAX)
+    _check_amount("requests_per_minute", traits.get("requests_per_minute"), 1, PER_MINUTE_MAX)
+    _check_amount("tokens_per_minute", traits.get("tokens_per_minute"), 1, PER_MINUTE_MAX)
 
 
 def _check_name(name: str) -> None:
@@ -143,6 +165,10 @@ def _check_patterns(patterns: Sequence[str]) -> None:
             )
 
 
-def _check_amount(name: str, amount: int | None, at_least: int) -> None:
-    if amount is not None and not at_least <= amount <= AMOUNT_MAX:
-        raise InvalidRequest(f"{name} must be {at_least} to {AMOUNT_MAX}", param=name)
+def _check_amount(name: str, amount: int | None, at_least: int, at_most: int) -> None:
+    if amount is not None and not at_least <= amount <= at_most:
+        raise InvalidRequest(f"{name} must be from {at_least} to {at_most}", param=name)
+
+
+def _written(ms: int) -> str:
+    return (EPOCH + timedelta(milliseconds=ms)).isoformat(timespec="milliseconds").replace("+00:00", "Z")

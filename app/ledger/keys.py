@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sqlalchemy import RowMapping, Select, case, func, insert, or_, select, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from app.domain import Caller, Period, Rate
-from app.errors import Unauthorized
+from app.domain import Caller, Period
+from app.errors import LedgerUnavailable, Unauthorized
 from app.ledger import key as values
 from app.ledger.key import Key, KeyNameTaken, KeyNotFound, Traits
+from app.ledger.store import Store
 from app.ledger.tables import keys
 
 REFRESH_SECONDS = 2.0
@@ -34,16 +34,6 @@ _DEFAULTS: Traits = {
     "requests_per_minute": None,
     "tokens_per_minute": None,
 }
-
-
-class Database(Protocol):
-    """Where the table is."""
-
-    def connect(self) -> AbstractAsyncContextManager[AsyncConnection]: ...
-
-    def begin(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """A connection in a transaction, which is committed at the end of the block."""
-        ...
 
 
 class _Known(NamedTuple):
@@ -66,21 +56,19 @@ def now_ms() -> int:
 
 
 class KeyBook:
-    """The keys of one ledger. `default_rate` is for keys that have no limit of their own.
+    """The keys of one ledger. Every method that asks it raises `LedgerUnavailable` when it is away.
 
     Before the first `refresh` it admits nobody, and a key is required.
     """
 
     def __init__(
         self,
-        database: Database,
+        store: Store,
         *,
-        default_rate: Rate | None = None,
         on_trouble: Callable[[str], None] = lambda message: None,
         clock: Callable[[], int] = now_ms,
     ) -> None:
-        self._database = database
-        self._default_rate = default_rate
+        self._store = store
         self._on_trouble = on_trouble
         self._clock = clock
         self._known: Mapping[bytes, _Known] = {}
@@ -106,6 +94,10 @@ class KeyBook:
             raise Unauthorized("this API key has expired")
         return known.caller
 
+    def callers(self) -> Sequence[Caller]:
+        """Whoever may ask with a key, as last read; those whose key is disabled or has expired too."""
+        return [known.caller for known in self._known.values()]
+
     async def create(self, name: str, traits: Traits | None = None) -> tuple[Key, str]:
         """A new key, and its secret, which is kept nowhere. Raises `InvalidRequest` or `KeyNameTaken`."""
         secret = values.new_secret()
@@ -115,7 +107,7 @@ class KeyBook:
         id = values.new_id()
         row = {"id": id, "created_at": now, "changed_at": now, **_secret_columns(secret), **_columns(chosen)}
         try:
-            async with self._database.begin() as connection:
+            async with self._store.begin() as connection:
                 await connection.execute(insert(keys).values(row))
         except IntegrityError as error:
             raise KeyNameTaken(name) from error
@@ -124,13 +116,13 @@ class KeyBook:
 
     async def list(self) -> list[Key]:
         """All keys, the oldest first."""
-        async with self._database.connect() as connection:
+        async with self._store.connect() as connection:
             rows = await connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id))
             return [_key(row) for row in rows.mappings()]
 
     async def get(self, name: str) -> Key:
         """The key of this name or id. Raises `KeyNotFound`."""
-        async with self._database.connect() as connection:
+        async with self._store.connect() as connection:
             return _key(await _row(connection, name))
 
     async def change(self, name: str, traits: Traits) -> Key:
@@ -151,7 +143,7 @@ class KeyBook:
 
     async def refresh(self) -> bool:
         """Reads the keys if they have changed, and says whether they had."""
-        async with self._database.connect() as connection:
+        async with self._store.connect() as connection:
             count, changes = (await connection.execute(_STATE)).one()
         if _State(int(count), int(changes)) == self._state:
             return False
@@ -166,16 +158,16 @@ class KeyBook:
             try:
                 await self.refresh()
                 away = False
-            except (SQLAlchemyError, OSError) as error:
+            except LedgerUnavailable as error:
                 if not away:
-                    self._on_trouble(f"API keys cannot be read from the ledger, the last known ones stay: {error}")
+                    self._on_trouble(f"API keys stay as they were last read: {error.message}")
                 away = True
 
     async def _update(self, name: str, columns: Mapping[str, Any]) -> Key:
         now = self._clock()
         changed_at = case((keys.c.changed_at < now, now), else_=keys.c.changed_at + 1)
         try:
-            async with self._database.begin() as connection:
+            async with self._store.begin() as connection:
                 id = (await _row(connection, name))["id"]
                 change = update(keys).where(keys.c.id == id)
                 await connection.execute(change.values(**columns, changed_at=changed_at))
@@ -190,14 +182,13 @@ class KeyBook:
         async with self._reading:
             known: dict[bytes, _Known] = {}
             changes = 0
-            async with self._database.connect() as connection:
+            async with self._store.connect() as connection:
                 result = await connection.stream(select(keys))
                 async for rows in result.mappings().partitions(_ROWS_AT_ONCE):
                     for row in rows:
                         key = _key(row)
                         changes += key.changed_at
-                        caller = key.caller(self._default_rate)
-                        known[bytes.fromhex(row["digest"])] = _Known(caller, key.expires_at, key.disabled)
+                        known[bytes.fromhex(row["digest"])] = _Known(key.caller(), key.expires_at, key.disabled)
             self._known = known
             self._state = _State(len(known), changes)
 
@@ -206,6 +197,8 @@ _STATE: Select[int, int] = select(func.count(), func.coalesce(func.sum(keys.c.ch
 
 
 async def _row(connection: AsyncConnection, name: str) -> RowMapping:
+    if not name.isprintable():  # which not every database takes
+        raise KeyNotFound(name)
     # No name looks like an id, so that there is one at most.
     found = await connection.execute(select(keys).where(or_(keys.c.id == name, keys.c.name == name)))
     row = found.mappings().first()

@@ -101,4 +101,5 @@ class Kind:
     # Makes the node load a model (its own name, for what, num_ctx) without asking it for anything.
     load: Callable[[str, Operation, int | None], Outgoing] | None = None
     cloud: bool = False
+    takes_num_ctx: bool = False  # a request says how large the context is to be
     names_have_tags: bool = False  # Ollama's model names: `m` = `m:latest`, case-insensitive

@@ -100,5 +100,6 @@ KIND = Kind(
     load=load,
     # A node is Ollama when both hold: other servers have one of the two.
     signatures=(Signature("/api/version", _is_version), Signature("/api/tags", _is_tags)),
+    takes_num_ctx=True,
     names_have_tags=True,
 )

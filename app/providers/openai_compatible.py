@@ -60,7 +60,11 @@ def health_of_list(status: int, document: Any) -> Health:
     if status in (404, 405):
         return Health(NodeState.HEALTHY, "it lists no models; name them in the node's models")
     if status in (401, 403):
-        return Health(NodeState.DOWN, f"it refused the key ({status}); check the node's api_key")
+        return Health(
+            NodeState.DOWN,
+            f"it refused the key ({status}); check the node's api_key, "
+            "or set its health_check to false if the key may only not list models",
+        )
     if status == 429:
         return Health(NodeState.HEALTHY, "it limits how often its models may be listed")
     if status != 200:

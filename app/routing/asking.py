@@ -41,18 +41,19 @@ class Asking:
         if attempt.reservation is not None:
             call = call._replace(output_limit=attempt.reservation.output_limit)
         kind = attempt.candidate.node.known_kind
-        response = await self.send(plan, attempt.candidate, outgoing or kind.translate(call))
+        response = await self.send(plan, attempt, outgoing or kind.translate(call))
         try:
             return await self._commit(plan, attempt, response, kind.answer(call))
         finally:
             if not plan.committed:
                 response.close()
 
-    async def send(self, plan: Plan, candidate: Candidate, outgoing: Outgoing) -> NodeResponse:
+    async def send(self, plan: Plan, attempt: Attempt, outgoing: Outgoing) -> NodeResponse:
         """A node's answer of status 200; any other is raised as what it means."""
-        node = candidate.node
+        node = attempt.candidate.node
+        forwarded = attempt.sending(plan.request)
         response = await self._upstream.send(
-            self._target(node), outgoing.path, plan.request.forwarded, outgoing.body, self._limits(plan)
+            self._target(node), outgoing.path, forwarded, outgoing.body, self._limits(plan)
         )
         if response.status == 200:
             return response
@@ -68,17 +69,17 @@ class Asking:
         while not (answer.begun or over):
             data = await response.read()
             if data:
-                if attempt.reservation is not None:
-                    attempt.reservation.heard(data)
                 held.append(answer.feed(data))
             over = not data or answer.ended
         if over:
             held.append(answer.finish())
-        response.began()
+        response.began(stream=plan.request.stream)
         attempt.answering()
         plan.committed = True
+        first = b"".join(held)
         plan.trail.first_content = time.perf_counter()
-        return Reply(attempt, response, answer, plan.trail, b"".join(held), over=over, deadline=plan.deadline)
+        plan.trail.began(first, stream=plan.request.stream)
+        return Reply(attempt, response, answer, plan.trail, first, over=over, deadline=plan.deadline)
 
     async def load(self, candidate: Candidate, job: Job) -> None:
         """Returns when the node has the model in memory. Raises `NodeFailure`, and ValueError for kinds that cannot."""

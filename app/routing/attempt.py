@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from app.domain import AttemptRecord, Failure, Outcome, Timings
+from app.domain import AttemptRecord, Failure, Outcome, Request, Timings
 from app.errors import NodeFailure
 from app.routing.admission import Slot
 from app.routing.breaker import Permit
 from app.routing.forecast import Progress
 from app.routing.gate import Reservation
 from app.routing.registry import Node
+from app.routing.spans import AttemptSpan, Forwarded
 from app.routing.trail import Trail
 
 _BUSY_SECONDS = 1.0  # how long a node that said "busy" is asked last, unless it names a time
@@ -33,6 +34,7 @@ class Attempt:
         "_permit",
         "_settled",
         "_slot",
+        "_span",
         "_trail",
         "candidate",
         "progress",
@@ -48,6 +50,7 @@ class Attempt:
         self._observer = observer
         self._began = time.perf_counter()
         self._settled = False
+        self._span: AttemptSpan | None = None
         self.reservation: Reservation | None = None  # in the cloud only
         self.progress: Progress | None = None  # where the policy learns from it
         self.timings: Timings | None = None  # what the node says of itself at the end
@@ -56,12 +59,22 @@ class Attempt:
     def open(self) -> bool:
         return not self._settled
 
+    def sending(self, request: Request) -> Forwarded:
+        """The request leaves now, with these headers."""
+        span = self._trail.span
+        if span is None:
+            return request.forwarded
+        self._span = span.attempt(self.candidate, request)
+        return (span.forwarded or request.forwarded) if self._span is None else self._span.forwarded
+
     def answering(self) -> None:
         """The node has begun to answer, which is no outcome yet."""
         if self._permit is not None:
             self._permit.answering()
         if self.progress is not None and self.progress.began():
             self._slot.look_again()
+        if self._span is not None:
+            self._span.answering()
 
     def succeed(self) -> None:
         if self._permit is not None and not self._settled:
@@ -97,8 +110,10 @@ class Attempt:
         if outcome is Outcome.OK:  # a failure is often fast, and must not make its node look so
             node.latencies.append(ms / 1000)
         if self.reservation is not None:
-            self.reservation.settle(outcome, failure, self._trail.usage)
+            self.reservation.settle(outcome, failure, self._trail)
         why, message = (None, "") if failure is None else (failure.failure, failure.summary)
         record = AttemptRecord(node.name, node.spec.tier, outcome, why, message, ms)
         self._trail.attempts.append(record)
         self._observer.attempt(node, record)
+        if self._span is not None:
+            self._span.settle(record, self._trail)

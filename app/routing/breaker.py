@@ -19,14 +19,17 @@ Belongs to one event loop; no step blocks.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 
 import pybreaker
 
 PROBE_WAIT_SECONDS = 1.0  # what a refused caller is told while the one probe is still out
+
+_JITTER = 0.2  # of the reset timeout, where others watch the same node
 
 
 class BreakerState(StrEnum):
@@ -81,6 +84,7 @@ class Breaker:
     """Opens after `fail_max` failures in a row, and after `reset_timeout_seconds` lets one probe at a time through.
 
     A `fail_max` of 0 turns it off: it admits everyone. `on_change` hears (old, new) of every change of state.
+    Replicas that share their breakers each have one for a node, and tell each other when it opens and closes.
     """
 
     def __init__(
@@ -95,8 +99,12 @@ class Breaker:
         self._reset_timeout_seconds = reset_timeout_seconds
         self._clock = clock
         self._on_change = on_change
+        self._tell: Callable[[], None] | None = None  # other replicas
+        self._told = False  # by another replica: what changes now is known there
+        self._jitter = 0.0
         self._state = BreakerState.CLOSED
         self._opened_at = 0.0
+        self._open_seconds = reset_timeout_seconds
         self._probing = False
         self._last_failure = ""
         self._spotless = True  # closed, and no failure since the last success
@@ -145,8 +153,44 @@ class Breaker:
             return 0.0
         return self._open_seconds_left() if self._state is BreakerState.OPEN else PROBE_WAIT_SECONDS
 
+    def share(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` when it opens or closes by what happened here, and probes a bit sooner or later than others."""
+        self._tell = tell
+        self._jitter = _JITTER
+
+    def open_from_elsewhere(self, reason: str) -> None:
+        """Another replica has met failures. One that is open already stays so for another while."""
+        if self._off or self._probing:  # the probe that is out will tell
+            return
+        self._last_failure = reason
+        self._spotless = False
+        if self._state is BreakerState.OPEN:
+            self._begin_open()
+            return
+        with self._from_elsewhere():
+            self._machine.open()
+
+    def close_from_elsewhere(self) -> None:
+        """Another replica's probe was answered."""
+        if self._state is not BreakerState.CLOSED:
+            with self._from_elsewhere():
+                self._machine.close()
+            self._spotless = True
+
+    @contextmanager
+    def _from_elsewhere(self) -> Iterator[None]:
+        self._told = True
+        try:
+            yield
+        finally:
+            self._told = False
+
+    def _begin_open(self) -> None:
+        self._opened_at = self._clock()
+        self._open_seconds = self._reset_timeout_seconds * random.uniform(1 - self._jitter, 1 + self._jitter)
+
     def _open_seconds_left(self) -> float:
-        return self._opened_at + self._reset_timeout_seconds - self._clock()
+        return self._opened_at + self._open_seconds - self._clock()
 
     def _record_success(self) -> None:
         # A success changes nothing where no failure went before, which is nearly always.
@@ -167,9 +211,11 @@ class Breaker:
         self._epoch += 1
         self._probing = False
         if new is BreakerState.OPEN:
-            self._opened_at = self._clock()
+            self._begin_open()
         if self._on_change is not None:
             self._on_change(old, new)
+        if self._tell is not None and not self._told and new is not BreakerState.HALF_OPEN:
+            self._tell()
 
 
 class _Listener(pybreaker.CircuitBreakerListener):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
 from app.domain import Outcome
 from app.errors import Overloaded, SpendingRefused
@@ -18,6 +19,17 @@ from app.routing.registry import Candidate
 from app.routing.verdict import nobody_left
 
 _QUEUE_RETRY_AFTER_SECONDS = 5.0
+
+
+class Step(NamedTuple):
+    """One attempt that would be made: `candidates` is how many there are to choose from, `fallback` the reason that
+    the client is told."""
+
+    candidate: Candidate
+    candidates: int
+    fallback: str
+    waits: bool = False  # for a place on this node or another of its tier
+    last_resort: bool = False
 
 
 class Choice:
@@ -37,6 +49,56 @@ class Choice:
         self._queue_seconds = queue_seconds
         self._purse = purse
         self._choices = 0
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @property
+    def purse(self) -> Purse | None:
+        return self._purse
+
+    @property
+    def queue_seconds(self) -> float:
+        return self._queue_seconds
+
+    async def rehearse(self, plan: Plan, attempts: int) -> list[Step]:
+        """What `next` would give, one after the other, if every attempt failed and nothing else happened meanwhile.
+
+        Takes nothing and changes nothing but the plan, which is of no use afterwards. Of nodes that are all full one
+        is listed, and then whoever is asked when none falls free in time; these do not count as attempts.
+        """
+        policy, steps = self._policy.rehearsal(), list[Step]()
+        while len(steps) - sum(step.waits for step in steps) < attempts:
+            step = await self._rehearsed(plan, policy)
+            if step is None:
+                break
+            steps.append(step)
+            plan.choose(step.candidate)
+            if not plan.more_candidates():
+                break
+        if not steps:
+            resort = (each for each in plan.last_resort() if not each.node.full)
+            steps = [Step(each, 1, _fallback(plan, each), last_resort=True) for each in resort][:1]
+        return steps
+
+    async def _rehearsed(self, plan: Plan, policy: Policy) -> Step | None:
+        for candidates in plan.tiers():
+            if candidates and candidates[0].node.cloud and self._purse is not None:
+                refusal = (await self._purse.look(plan.request, plan.route, candidates[0])).refusal
+                if refusal is not None:
+                    plan.unpaid = refusal
+                    plan.choose(candidates[0])
+                    continue
+            ranked = _busy_last(policy.rank(candidates, self.job(plan)))
+            free = next((candidate for candidate in ranked if not candidate.node.full), None)
+            if free is not None:
+                return Step(free, len(ranked), _fallback(plan, free))
+            if ranked and plan.overloaded is None:
+                step = Step(ranked[0], len(ranked), _fallback(plan, ranked[0]), waits=True)
+                plan.overloaded = _too_full()
+                return step
+        return None
 
     async def next(self, plan: Plan) -> Attempt:
         """Takes a slot and the breaker's permit on the best node, or raises what the client is told."""
@@ -69,6 +131,7 @@ class Choice:
             return await self._paid(plan, candidates[0], self._purse)
         except SpendingRefused as refusal:
             plan.unpaid = refusal
+            plan.trail.unpaid = refusal.code, refusal.logged
             plan.choose(candidates[0])
             return None
 
@@ -103,14 +166,10 @@ class Choice:
 
     def _ranked(self, plan: Plan, candidates: list[Candidate]) -> list[Candidate]:
         """The policy's order, with nodes that just said that they are busy moved to the end."""
-        ranked = self._policy.rank(candidates, self._job(plan))
-        now = time.monotonic()
-        for candidate in ranked:
-            if candidate.node.penalty_until > now:
-                return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
-        return ranked
+        return _busy_last(self._policy.rank(candidates, self.job(plan)))
 
-    def _job(self, plan: Plan) -> Job | None:
+    def job(self, plan: Plan) -> Job | None:
+        """What the policy is told of the request, where it wants to know."""
         if plan.job is None and self._policy.schedules:
             plan.job = Job(plan.request)
             plan.job.num_ctx = plan.route.num_ctx
@@ -138,10 +197,7 @@ class Choice:
             )
         except TimeoutError as error:
             self._forget(plan)
-            raise Overloaded(
-                "no node became free in time; try again later, or raise max_concurrency",
-                retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
-            ) from error
+            raise _too_full() from error
         except BaseException:
             self._forget(plan)
             raise
@@ -183,11 +239,32 @@ class Choice:
         trail.node, trail.tier, trail.model = candidate.node.name, candidate.node.spec.tier, candidate.model
         trail.candidates = candidates
         trail.tried += 1
-        if plan.failures:
-            trail.fallback = plan.failures[-1][1].failure
-        elif candidate.node.cloud and plan.route.local is not None:
-            trail.fallback = "no_local_node" if plan.overloaded is None else "overloaded"
+        trail.fallback = _fallback(plan, candidate)
         attempt = Attempt(slot, permit, trail, self._observer)
         if plan.job is not None:
             attempt.progress, plan.progress = plan.progress or self._policy.placed(candidate, plan.job), None
         return attempt
+
+
+def _fallback(plan: Plan, candidate: Candidate) -> str:
+    """Why it is not the first choice that is asked; what was said so far where there is nothing new."""
+    if plan.failures and not plan.repeats(candidate):
+        return plan.failures[-1][1].failure
+    if candidate.node.cloud and plan.route.local is not None:
+        return "no_local_node" if plan.overloaded is None else "overloaded"
+    return plan.trail.fallback
+
+
+def _busy_last(ranked: list[Candidate]) -> list[Candidate]:
+    now = time.monotonic()
+    for candidate in ranked:
+        if candidate.node.penalty_until > now:
+            return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
+    return ranked
+
+
+def _too_full() -> Overloaded:
+    return Overloaded(
+        "no node became free in time; try again later, or raise max_concurrency",
+        retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
+    )

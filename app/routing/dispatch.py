@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import Callable
 
 from app.domain import Failure, Request
-from app.errors import HearthError, NodeFailure
+from app.errors import HearthError, NodeFailure, RequestRefused
 from app.routing.asking import Asking
 from app.routing.attempt import Attempt
 from app.routing.choice import Choice
 from app.routing.loads import Loads
 from app.routing.pairs import Pairs
 from app.routing.plan import Plan
-from app.routing.registry import Node, Registry
+from app.routing.registry import Candidate, Node, Registry
 from app.routing.reply import Reply
 from app.routing.retry import Retry
-from app.routing.routes import Routes
+from app.routing.routes import Route, Routes
 from app.routing.trail import Trail
 from app.routing.verdict import nobody_left
 
@@ -43,7 +43,9 @@ class Dispatcher:
         pairs: Pairs | None = None,
         loads: Loads | None = None,
         suspect: Callable[[Node], None] = lambda node: None,
+        on_missing: Callable[[Candidate, Route], None] = lambda candidate, route: None,
     ) -> None:
+        """`on_missing` hears of a node that says that it does not have the model it is asked for."""
         self._registry = registry
         self._routes = routes
         self._choice = choice
@@ -52,10 +54,11 @@ class Dispatcher:
         self._request_seconds = request_seconds
         self._pairs = pairs
         self._suspect = suspect
+        self._on_missing = on_missing
 
     async def dispatch(self, request: Request, trail: Trail) -> Reply:
         """Returns once a node's answer has begun. Raises `HearthError` when none does; nothing has been sent then."""
-        plan = self._plan(request, trail)
+        plan = self.plan(request, trail)
         try:
             async for attempt in self._retry.attempts(plan):
                 with attempt:
@@ -64,9 +67,10 @@ class Dispatcher:
             raise nobody_left(plan) from last
         raise nobody_left(plan)
 
-    def _plan(self, request: Request, trail: Trail) -> Plan:
+    def plan(self, request: Request, trail: Trail) -> Plan:
+        """Who may be asked for it. Sends nothing. Raises `ModelNotFound`."""
         route = self._routes.resolve(request.model)
-        trail.route = route.name
+        trail.route, trail.num_ctx = route.name, route.num_ctx
         deadline = asyncio.get_running_loop().time() + self._request_seconds
         return Plan(request, route, self._registry, trail, deadline, self._pairs)
 
@@ -80,8 +84,10 @@ class Dispatcher:
         except NodeFailure as failure:
             self._failed(plan, attempt, failure)
             raise
-        except HearthError:
+        except HearthError as error:
             attempt.refuse()
+            if isinstance(error, RequestRefused) and error.too_long:
+                raise plan.refused(attempt.candidate, error) from error
             raise
         finally:
             if attempt.open and not plan.committed:
@@ -91,5 +97,7 @@ class Dispatcher:
         if attempt.open:  # else it was the other node of a pair
             attempt.fail(failure)
             plan.failed(attempt.candidate, failure)
+        if failure.failure is Failure.MODEL_MISSING:
+            self._on_missing(plan.failures[-1][0], plan.route)
         if not failure.sent or failure.failure is Failure.MODEL_MISSING:
             self._suspect(plan.failures[-1][0].node)

@@ -3,13 +3,16 @@ is it decided."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from app.domain import Outcome, Request, Usage
-from app.errors import NodeFailure
+from app.domain import Budget, Outcome, Request
+from app.errors import NodeFailure, SpendingRefused
 from app.routing.registry import Candidate
 from app.routing.routes import Route
 from app.routing.trail import Trail
+
+NO_CLOUD = "no cloud target is configured; set CLOUD_API_KEY"
 
 
 class Reservation(Protocol):
@@ -17,12 +20,8 @@ class Reservation(Protocol):
 
     output_limit: int | None  # the longest answer that it pays for, in tokens, where the client set no limit
 
-    def heard(self, data: bytes) -> None:
-        """Takes the node's bytes, to guess what an answer cost that was not read to its end."""
-        ...
-
-    def settle(self, outcome: Outcome, failure: NodeFailure | None, usage: Usage | None) -> None:
-        """Replaces it by what the attempt came to."""
+    def settle(self, outcome: Outcome, failure: NodeFailure | None, trail: Trail) -> None:
+        """Replaces it by what the attempt came to, by the trail's usage or, without one, its events."""
         ...
 
     def release(self) -> None:
@@ -30,11 +29,32 @@ class Reservation(Protocol):
         ...
 
 
+class BudgetState(NamedTuple):
+    """A budget that a request falls under, whose it is, and what is spent and held of it (micro-dollars)."""
+
+    scope: str
+    budget: Budget
+    spent: int
+    refuses: bool
+
+
+class Quote(NamedTuple):
+    """What an attempt would be told now. `at_most` is in micro-dollars; None = the price is not known."""
+
+    at_most: int | None
+    budgets: Sequence[BudgetState]
+    refusal: SpendingRefused | None
+
+
 class Purse(Protocol):
     """Who pays for the cloud."""
 
     async def reserve(self, request: Request, route: Route, candidate: Candidate, trail: Trail) -> Reservation:
         """Keeps what an attempt on the candidate may cost. Raises `SpendingRefused`; nothing may be sent then."""
+        ...
+
+    async def look(self, request: Request, route: Route, candidate: Candidate) -> Quote:
+        """What `reserve` would say of prices and budgets, with nothing kept. Limits per minute are not looked at."""
         ...
 
 

@@ -26,6 +26,16 @@ class Watcher(Protocol):
     def forget(self, node: Node) -> None: ...
 
 
+class Listener(Protocol):
+    """Who hears of changes that were asked for here, and not of those that it brings itself."""
+
+    def added(self, node: Node, listed: tuple[str, ...]) -> None: ...
+
+    def removed(self, url: str) -> None: ...
+
+    def drained(self, node: Node) -> None: ...
+
+
 class Membership:
     """Changes who is in the registry."""
 
@@ -46,6 +56,12 @@ class Membership:
         self._on_leave = on_leave
         self._added: dict[str, Node] = {}  # by URL: those that the settings do not name
         self._changed = asyncio.Event()
+        self.listener: Listener | None = None
+
+    @property
+    def added(self) -> list[Node]:
+        """Nodes that the settings do not name, or no longer as they are now."""
+        return list(self._added.values())
 
     async def restore(self) -> None:
         """Takes back the nodes of the last run. They are asked before they get work."""
@@ -99,15 +115,36 @@ class Membership:
 
         `listed` are models that it serves now; `spec.models`, where given, are those that it may ever be asked for.
         """
-        self.remove(spec.url)
+        listed = tuple(listed)
+        node = self.take(spec, listed)
+        if self.listener is not None:
+            self.listener.added(node, listed)
+        return node
+
+    def remove(self, url: str) -> Node | None:
+        """Forgets a node. What runs on it may end. Returns it, or None when there was none."""
+        node = self.drop(url)
+        if self.listener is not None:
+            self.listener.removed(url)
+        return node
+
+    def drain(self, node: Node, draining: bool = True) -> None:
+        """Gives a node no new requests, or gives it some again."""
+        self.mark(node, draining)
+        if self.listener is not None:
+            self.listener.drained(node)
+
+    # -- the same, as another replica did it: the listener, which says so, is not told
+
+    def take(self, spec: NodeSpec, listed: Iterable[str] = ()) -> Node:
+        self.drop(spec.url)
         node = self._join(replace(spec, name=self._unique_name(spec)))
         if listed:
             node.list_models(map(ModelInfo, listed))
         self._changed.set()
         return node
 
-    def remove(self, url: str) -> Node | None:
-        """Forgets a node. What runs on it may end. Returns it, or None when there was none."""
+    def drop(self, url: str) -> Node | None:
         node = self.find(url)
         if node is None:
             return None
@@ -119,8 +156,7 @@ class Membership:
             self._changed.set()
         return node
 
-    def drain(self, node: Node, draining: bool = True) -> None:
-        """Gives a node no new requests, or gives it some again."""
+    def mark(self, node: Node, draining: bool) -> None:
         node.draining = draining
         self._registry.on_change()
 

@@ -122,12 +122,6 @@ def display(name: str) -> str | None:
     return None if parsed is None else parsed.display
 
 
-def is_cloud(name: str) -> bool:
-    """Whether an Ollama node would send a request for this name on to ollama.com, installed or not."""
-    split = split_source(name)
-    return split is not None and split[1] is Source.CLOUD
-
-
 def matches(pattern: str, name: str) -> bool:
     """Whether the name is the pattern, in which `*` stands for any characters or none. Case does not matter."""
     pattern, name = pattern.lower(), name.lower()

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from app import proxy_config
 from app.declarations import local_node, named
-from app.domain import NodeSpec
+from app.domain import NodeSpec, Price
 from app.routing.registry import LATENCIES
 from app.setting_values import from_json, web_url
 
@@ -34,7 +34,10 @@ _VERSION = 1
 _MAX_BYTES = 4 * 2**20
 _MAX_SECONDS = 1e9
 _LEFTOVER_SECONDS = 60.0
-_KEPT = ("url", "kind", "name", "models", "api_key", "weight", "speed", "max_concurrency", "vram_gb", "num_ctx", "role")
+_KEPT = (
+    *("url", "kind", "name", "models", "api_key", "weight", "speed", "max_concurrency", "vram_gb", "num_ctx", "role"),
+    *("retries", "health_check", "tls_verify", "ca_file"),
+)
 _DEFAULTS = {field.name: field.default for field in fields(NodeSpec)}
 
 
@@ -119,14 +122,14 @@ class NodeStore:
             raise ValueError("is not a list of nodes")
         nodes = document.get("nodes")
         if isinstance(nodes, list) and document.get("version") == _VERSION:
-            return [(f"node {place}", partial(_node, entry)) for place, entry in enumerate(nodes, 1)]
+            return [(f"node {place}", partial(read_node, entry)) for place, entry in enumerate(nodes, 1)]
         if proxy_config.recognised(document):
             places = ((_place(place, url), url) for place, url in enumerate(document, 1))
             return [(where, partial(self._foreign, where, url, document[url])) for where, url in places]
         raise ValueError("is not a list of nodes of this version of Hearth, nor LMDeploy's proxy_config.json")
 
     def _foreign(self, where: str, url: str, status: object) -> StoredNode:
-        return _node(proxy_config.node_entry(url, status, lambda note: self._warn(f"{where}: {note}")))
+        return read_node(proxy_config.node_entry(url, status, lambda note: self._warn(f"{where}: {note}")))
 
     def _set_aside(self, why: str) -> None:
         target = self._target()
@@ -156,7 +159,7 @@ def _read(path: Path) -> str:
         raise ValueError("is not UTF-8 text") from None
 
 
-def _node(entry: object) -> StoredNode:
+def read_node(entry: object) -> StoredNode:
     """Reads a node under the rules of LOCAL_NODES."""
     if not isinstance(entry, Mapping):
         raise ValueError("is not an object")
@@ -192,22 +195,29 @@ def _place(place: int, url: str) -> str:
 
 
 def _encoded(nodes: list[StoredNode]) -> bytes:
-    document = {"version": _VERSION, "nodes": [_entry(node) for node in nodes]}
+    document = {"version": _VERSION, "nodes": [node_entry(node) for node in nodes]}
     data = json.dumps(document, indent=1).encode() + b"\n"
     if len(nodes) > MAX_NODES or len(data) > _MAX_BYTES:
         raise StoreFull(f"{len(nodes)} nodes of {len(data)} bytes; at most {MAX_NODES} of {_MAX_BYTES} can be kept")
     return data
 
 
-def _entry(node: StoredNode) -> dict[str, Any]:
+def node_entry(node: StoredNode) -> dict[str, Any]:
     """What differs from the defaults, so that a default that changes holds for old nodes too."""
     given = {name: getattr(node.spec, name) for name in _KEPT}
     if node.spec.name.partition("#")[0] == urlsplit(node.spec.url).netloc:
         del given["name"]  # it was not given, and another may be free next time
     entry = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+    if node.spec.price is not None:
+        entry["price"] = _price_entry(node.spec.price)
     if node.latencies:
         entry["latencies"] = [round(seconds, 6) for seconds in node.latencies[-LATENCIES:]]
     return entry
+
+
+def _price_entry(price: Price) -> dict[str, float]:
+    """In dollars per million tokens, as operators write it."""
+    return {name: amount / 1_000_000 for name, amount in price._asdict().items() if amount is not None}
 
 
 def _replace(target: Path, data: bytes) -> None:

@@ -186,7 +186,7 @@ class Pairs:
         call = self._asking.call(plan, candidate)
         node = PrefillNode(candidate.node.spec.url)
         try:
-            response = await self._asking.send(plan, candidate, protocol.prefill(call, node).outgoing)
+            response = await self._asking.send(plan, pair.prefill, protocol.prefill(call, node).outgoing)
             handoff = protocol.parse_prefill(call, node, await _whole(response))
             if handoff.leaks:
                 self._on_leak(candidate.node)
@@ -225,7 +225,7 @@ class Pairs:
 
     async def _read_away(self, plan: Plan, pair: Pair, outgoing: Outgoing) -> None:
         try:
-            await _whole(await self._asking.send(plan, pair.prefill.candidate, outgoing))
+            await _whole(await self._asking.send(plan, pair.prefill, outgoing))
         except NodeFailure as failure:
             self._blame_prefill(plan, pair, failure)
             raise

@@ -1,8 +1,8 @@
 """Which node probably still has which beginnings of conversations in its cache.
 
-A conversation is a chain of digests, one a message, each of everything up to that message. Per model one table says for
-a digest which nodes hold it, as bits of an integer, so that looking a request up costs the same however many nodes there
-are. Each node's own list bounds what it is believed to hold, least recently used first.
+A conversation is a chain of digests, one a message, each of everything up to that message. Per model one table says
+for a digest which nodes hold it, as bits of an integer, so that looking a request up costs the same however many nodes
+there are. Each node's own list bounds what it is believed to hold, least recently used first.
 
 Memory: an entry takes about 250 bytes in both tables, and there are at most `ENTRIES` of them for each node and model:
 1 MB for each node and model at most. Nothing of a message itself is kept.

@@ -40,6 +40,7 @@ class Node:
         "loaded",
         "models",
         "name",
+        "others_in_flight",
         "penalty_until",
         "picked",
         "reason",
@@ -58,6 +59,7 @@ class Node:
         self.models: Mapping[str, ModelInfo] | None = None  # by the node's own name; None = not known yet
         self.loaded: Mapping[str, LoadedModel] | None = None  # None = this kind does not say
         self.in_flight = 0
+        self.others_in_flight = 0  # of other replicas, as they last said
         self.latencies: deque[float] = deque(maxlen=LATENCIES)  # seconds that the last answers took, whole ones only
         self.incarnation = 0  # how often it came back; its engine may have forgotten everything then
         self.penalty_until = 0.0  # monotonic seconds; until then it is asked last
@@ -80,9 +82,19 @@ class Node:
         return self.kind
 
     @property
+    def in_flight_everywhere(self) -> int:
+        """Requests of this and all other replicas, these as they last said."""
+        return self.in_flight + self.others_in_flight
+
+    @property
     def full(self) -> bool:
+        """Whether `max_concurrency` requests are in flight, with those of other replicas.
+
+        What these took in the last few dozen milliseconds is not known yet. So when all of them fill one node in the
+        same moment, it gets at most `max_concurrency` from each.
+        """
         limit = self.spec.max_concurrency
-        return limit is not None and self.in_flight >= limit
+        return limit is not None and self.in_flight + self.others_in_flight >= limit
 
     def become(self, kind: Kind) -> None:
         """Takes on the kind that it was said or found to be."""

@@ -8,8 +8,11 @@ from app.domain import Failure
 from app.errors import NodeFailure
 from app.providers.base import Answer
 from app.routing.attempt import Attempt
-from app.routing.trail import Trail
+from app.routing.trail import EVENT, Trail
+from app.routing.windows import window
 from app.upstream import NodeResponse
+
+_SMALL_PROMPT_TOKENS = 256  # no context in use is smaller
 
 
 class Reply:
@@ -22,7 +25,6 @@ class Reply:
         "_answer",
         "_attempt",
         "_owned",
-        "_reservation",
         "_response",
         "_trail",
         "complete",
@@ -43,7 +45,6 @@ class Reply:
         deadline: float,
     ) -> None:
         self._attempt = attempt
-        self._reservation = attempt.reservation
         self._owned: asyncio.Task[None] | None = None
         self._response = response
         self._answer = answer
@@ -65,6 +66,7 @@ class Reply:
             while not self.complete:
                 data = b"" if self._answer.ended else await self._read()
                 out = self._answer.feed(data) if data else b""
+                self._trail.events += out.count(EVENT)
                 if not data or self._answer.ended:
                     out = self._last(out)
                 if out:
@@ -80,25 +82,23 @@ class Reply:
 
     async def _read(self) -> bytes:
         try:
-            data = await self._response.read()
+            return await self._response.read()
         except NodeFailure as failure:
             if failure.failure is not Failure.CUT:
                 raise
             return b""  # whether anything is missing the answer itself knows best
-        if self._reservation is not None:
-            self._reservation.heard(data)
-        return data
 
     def _last(self, out: bytes) -> bytes:
         """Ends the answer. What came before a break is the client's all the same; the next call tells of the break."""
         try:
-            out += self._answer.finish()
+            rest = self._answer.finish()
         except NodeFailure:
             if not out:
                 raise
-        else:
-            self._complete()
-        return out
+            return out
+        self._trail.events += rest.count(EVENT)
+        self._complete()
+        return out + rest
 
     def _complete(self) -> None:
         self.complete = True
@@ -107,6 +107,11 @@ class Reply:
         self._trail.finish_reason = self._answer.finish_reason
         self._attempt.timings = self._answer.timings
         self._attempt.succeed()
+        usage = self._answer.usage
+        if usage is not None and usage.prompt_tokens >= _SMALL_PROMPT_TOKENS:
+            room = window(self._attempt.candidate, self._trail.num_ctx)
+            if room is not None and usage.prompt_tokens >= room:
+                self._trail.context_filled = room
 
     def owns(self, task: asyncio.Task[None]) -> None:
         """A task that is of use for as long as this answer is read, and is cancelled with it."""
@@ -116,6 +121,7 @@ class Reply:
         """Stops the node when it is still at work, and settles the attempt."""
         if self._owned is not None:
             self._owned.cancel()
+        self._trail.dropped_events = getattr(self._answer, "dropped", 0)  # not every sort of answer has events
         try:
             self._response.close()
         finally:

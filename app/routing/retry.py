@@ -6,9 +6,9 @@
         with attempt:
             return await ask_next_node(plan)
 
-Only a `NodeFailure` leads to another attempt: at once while a node is left untried, after a wait when one that was
-busy may be asked again. When attempts, time or nodes run out, the loop raises the last `NodeFailure`. Everything else,
-cancellation included, passes straight through.
+Only a `NodeFailure` leads to another attempt: at once while a node is left untried, after a moment when the same one is
+asked again, after a wait when one that was busy may be. When attempts, time or nodes run out, the loop raises the last
+`NodeFailure`. Everything else, cancellation included, passes straight through.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Prospects(Protocol):
         """Whether a node is left that was not tried yet."""
         ...
 
+    def asks_again(self) -> bool:
+        """Whether that is the node that has just failed: it gets a moment to recover."""
+        ...
+
     def may_wait(self) -> bool:
         """Whether a node that was tried may be asked again after a wait. Counts only when nobody is left untried."""
         ...
@@ -82,29 +86,40 @@ class Attempt(AttemptManager):
 class Pace:
     """How long one request waits between its attempts."""
 
-    __slots__ = ("_ready_at", "_waits", "prospects")
+    __slots__ = ("_ready_at", "_repeats", "_waits", "prospects")
 
     def __init__(self, prospects: Prospects) -> None:
         self.prospects = prospects
         self._ready_at = math.inf  # when the first node that may be asked again wants to be
         self._waits = 0
+        self._repeats = 0
 
     def wait_seconds(self, failure: NodeFailure, now: float, jitter: float) -> float:
         """How long to wait after this failure; infinite when nobody is left to ask."""
         if failure.failure is Failure.BUSY or failure.retry_after_seconds is not None:
             self._ready_at = min(self._ready_at, now + (failure.retry_after_seconds or 0.0))
         if self.prospects.more_candidates():
-            return 0.0
+            return self._before_the_same(jitter) if self.prospects.asks_again() else 0.0
         if not self.prospects.may_wait():
             return math.inf
         pause = max(0.0, self._ready_at - now) if math.isfinite(self._ready_at) else 0.0
         if pause > WAIT_SECONDS_MAX:
             return math.inf
-        backoff = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(self._waits, _DOUBLINGS_MAX), BACKOFF_SECONDS_MAX)
+        backoff = _backoff(self._waits)
         # After the wait all busy nodes are asked anew, and say anew for how long they are.
         self._ready_at = math.inf
         self._waits += 1
         return pause + jitter * backoff
+
+    def _before_the_same(self, jitter: float) -> float:
+        """Never nothing: a node that starts again needs some time."""
+        backoff = _backoff(self._repeats)
+        self._repeats += 1
+        return backoff * (1 + jitter) / 2
+
+
+def _backoff(waits: int) -> float:
+    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(waits, _DOUBLINGS_MAX), BACKOFF_SECONDS_MAX)
 
 
 class Attempts:

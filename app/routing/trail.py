@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 from app.domain import AttemptRecord, Usage
+from app.routing.spans import RequestSpan
+
+EVENT = b"data: "  # begins every event of a stream
 
 
 @dataclass(slots=True)
@@ -20,14 +23,23 @@ class Trail:
     tier: int = 0
     model: str = ""  # the name that it was asked for
     fallback: str = ""  # why it was not the first choice
+    cloud_refusal: str | None = None  # why the gate kept it from the cloud
+    unpaid: tuple[str | None, str] | None = None  # why the cloud could not be paid: code, and words for the log
     candidates: int = 0  # how many could serve when it was chosen
     queued_seconds: float = 0.0
     first_content: float | None = None
+    events: int = 0  # of a stream, that were sent on; each has about one token
+    document_bytes: int = 0  # of an answer that is no stream
     cost: int = 0  # micro-dollars, of all attempts
     attempts: list[AttemptRecord] = field(default_factory=list)
     tried: int = 0
     usage: Usage | None = None
     finish_reason: str | None = None
+    num_ctx: int | None = None  # the route's
+    context_filled: int | None = None  # tokens, where the prompt filled the context: some of it was probably cut off
+    dropped_events: int = 0  # of the node's stream, which could not be read
+    trace_id: str = ""  # of the trace that the request belongs to, if any
+    span: RequestSpan | None = None  # where the request is traced
 
     _row: str = ""
 
@@ -35,8 +47,20 @@ class Trail:
     def row(self) -> str:
         """The request's id in the ledger. Hearth's own, as clients may use theirs twice."""
         if not self._row:
-            self._row = f"{random.getrandbits(96):024x}"
+            # In the order of time, so that the ledger's index grows at its end: the larger it is, the cheaper this is.
+            self._row = f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(64):016x}"
         return self._row
+
+    @property
+    def routed(self) -> bool:
+        return bool(self.route)
+
+    def began(self, first: bytes, *, stream: bool) -> None:
+        """Takes the first content."""
+        if stream:
+            self.events = first.count(EVENT)
+        else:
+            self.document_bytes = len(first)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started

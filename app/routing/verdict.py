@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.domain import Failure
-from app.errors import AllAttemptsFailed, Forbidden, HearthError, NodeFailure, SpendingRefused, Unavailable
+from app.errors import (
+    AllAttemptsFailed,
+    Forbidden,
+    HearthError,
+    NodeFailure,
+    RequestRefused,
+    SpendingRefused,
+    Unavailable,
+)
+from app.routing.obstacles import obstacles, state_of
 from app.routing.plan import Plan
-from app.routing.registry import Node
+from app.routing.registry import Candidate, Node
 
 _RETRY_AFTER_SECONDS = 2.0
 _TIMEOUTS = (Failure.CONNECT_TIMEOUT, Failure.FIRST_TOKEN_TIMEOUT, Failure.IDLE_TIMEOUT, Failure.DEADLINE)
 
 
 def nobody_left(plan: Plan) -> HearthError:
-    """The error that ends a request: it names every node that was tried or could not be, and why."""
+    """The error that ends a request: it names every node that was tried or could not be, and why.
+
+    The first cause decides when the prompt was too long for a node, and others that might have had room failed; and
+    when others failed, and it was too long for those that were left.
+    """
+    if plan.too_long is not None and plan.failures[0][1].failure is Failure.CONTEXT_TOO_SMALL:
+        return _too_long(plan, plan.too_long)
     if plan.unpaid is not None:
         return _unpaid(plan, plan.unpaid)
     if plan.failures:
@@ -38,6 +53,21 @@ def _unpaid(plan: Plan, unpaid: SpendingRefused) -> SpendingRefused:
     return error
 
 
+def _too_long(plan: Plan, refusal: RequestRefused) -> RequestRefused:
+    """The node's own words, and what became of those with a larger context."""
+    others = [failed for failed in plan.failures if failed[1].failure is not Failure.CONTEXT_TOO_SMALL]
+    if not others:
+        return refusal
+    tried = _listed(others, lambda failure: failure.message)
+    return RequestRefused(
+        f"{refusal.message}; nodes with a larger context failed ({tried})",
+        status=refusal.status,
+        type=refusal.type,
+        param=refusal.param,
+        code=refusal.code,
+    )
+
+
 def _local_note(plan: Plan) -> str:
     if plan.failures:
         return f"every node that was tried failed ({_tried(plan, lambda failure: failure.message)})"
@@ -45,7 +75,7 @@ def _local_note(plan: Plan) -> str:
 
 
 def _all_failed(plan: Plan) -> AllAttemptsFailed:
-    last = plan.failures[-1][1]
+    last = next(why for _, why in reversed(plan.failures) if why.failure is not Failure.CONTEXT_TOO_SMALL)
     busy = [failure for _, failure in plan.failures if failure.failure is Failure.BUSY]
     retry_after = max((failure.retry_after_seconds or _RETRY_AFTER_SECONDS for failure in busy), default=None)
     return AllAttemptsFailed(
@@ -73,7 +103,11 @@ def _every_failed(plan: Plan, words: Callable[[NodeFailure], str]) -> str:
 
 
 def _tried(plan: Plan, words: Callable[[NodeFailure], str]) -> str:
-    return "; ".join(f"{candidate.node.name}: {_said(failure, words(failure))}" for candidate, failure in plan.failures)
+    return _listed(plan.failures, words)
+
+
+def _listed(failures: list[tuple[Candidate, NodeFailure]], words: Callable[[NodeFailure], str]) -> str:
+    return "; ".join(f"{candidate.node.name}: {_said(failure, words(failure))}" for candidate, failure in failures)
 
 
 def _said(failure: NodeFailure, words: str) -> str:
@@ -88,7 +122,7 @@ def _none_available(plan: Plan) -> Unavailable:
 
 
 def _local_state(plan: Plan) -> str:
-    nodes = plan.local_nodes()
+    nodes = plan.local_nodes() or (plan.cloud_nodes() if plan.route.local is None else [])
     if not nodes:
         return "no local node is configured; set LOCAL_NODES"
     return "; ".join(f"{node.name}: {_why_not(node)}" for node in nodes)
@@ -100,11 +134,7 @@ def _local_retry_after(plan: Plan) -> float:
 
 
 def _why_not(node: Node) -> str:
-    if node.draining:
-        return "draining"
-    if node.breaker.state != "closed":
-        return f"left alone after failures, the last: {node.breaker.reason}"
-    return f"{node.state.value}, {node.reason}" if node.reason else node.state.value
+    return next((obstacle.message for obstacle in obstacles(node)), state_of(node))
 
 
 def _cloud_note(plan: Plan) -> str:

@@ -5,8 +5,8 @@ A `Seat` is one model on one node. A `Booking` is one request on a seat, from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 import math
+from collections.abc import Callable, Iterable
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
@@ -96,8 +96,8 @@ class Work:
 
     __slots__ = (
         "bookings",
-        "ended_at",
         "ended_alike",
+        "ended_at",
         "incarnation",
         "load_over",
         "node",
@@ -187,7 +187,7 @@ class Work:
         if self.turned_out_at is not None and len(there) >= self.turned_out_at:
             self.turned_out_at = None
         if self.load_over is not None and self.load_over[0] in there:
-            model, others = self.load_over
+            others = self.load_over[1]
             self.load_over = None
             if others - there:
                 self.turned_out_at = min(len(others) + 1, self.turned_out_at or 99)
@@ -206,7 +206,7 @@ class Work:
     def room(self, seat: Seat) -> float:
         """Requests that could start on the seat at once; none or less when it is full."""
         given = self.node.spec.max_concurrency
-        busy = self.node.in_flight
+        busy = self.node.in_flight_everywhere
         if given is not None:
             return given - busy
         return min(self.slots.limit() - busy, seat.slots.limit() - seat.count)
@@ -218,7 +218,7 @@ class Work:
         if room > waiting:
             return 0.0
         ends = sorted(booking.left(now) for booking in self.bookings)
-        limit = max(1, int(self.node.in_flight + room))
+        limit = max(1, int(self.node.in_flight_everywhere + room))
         ends = ends[-limit:] + [0.0] * (limit - len(ends))
         heapify(ends)
         for place, seconds in enumerate(self.promised.values()):
@@ -242,38 +242,40 @@ class Work:
 
 
 class Seat:
-    """One model on one node. The fields from `version` on are a forecast, good until the node's version changes."""
+    """One model on one node.
+
+    What `__init__` sets from `version` on is a forecast, good until the node's own version changes.
+    """
 
     __slots__ = (
+        "alone_s",
+        "cold",
         "confirmed",
         "count",
         "crowding",
+        "decode_s",
         "demand",
         "doubted_until",
-        "held",
-        "loading",
-        "model",
-        "size",
-        "slots",
-        "speed",
-        "used_at",
-        "warm_before",
-        "work",
-        # the forecast
-        "alone_s",
-        "cold",
-        "decode_s",
         "good_until",
+        "held",
         "load_s",
         "load_wait",
+        "loading",
+        "model",
         "prefill_s",
         "press",
         "ready_at",
         "rest",
         "share",
+        "size",
         "slot_wait",
+        "slots",
+        "speed",
         "toll",
+        "used_at",
         "version",
+        "warm_before",
+        "work",
     )
 
     def __init__(self, work: Work, model: str, demand: Demand, size: float) -> None:

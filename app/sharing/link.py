@@ -47,7 +47,8 @@ class Link:
     """One process's connections to the server at `url`: `redis://`, `rediss://` or `unix://`.
 
     Opened and closed with `async with`; a server that is down then is no error. `on_trouble` gets a message and fields
-    once when the server goes out of reach, and once when it is back. `on_change` are called with the new `up`.
+    once when the server goes out of reach, once when it is back, and when it refuses a command, as a full one does.
+    `on_change` are called with the new `up`.
     Answers are bytes, whole numbers, None and lists of them, whatever the command.
     """
 
@@ -59,6 +60,7 @@ class Link:
         self.up = False
         self.on_change: list[Callable[[bool], None]] = []
         self._told = True  # whoever is down before the first ping is told, too
+        self._refused = ""  # what was told of last: the same is told once
         self._doubt = asyncio.Event()
         self._handlers: dict[str, Handler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,10 +110,7 @@ class Link:
         if not commands:
             return []
         async with self._asking() as client:
-            pipe = client.pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            return await pipe.execute()
+            return await _ask_all(client, commands)
 
     async def script(self, script: Script, keys: Sequence[Any], args: Sequence[Any] = ()) -> Any:
         """What the script returns. A server that has not seen it yet is sent its text. Raises LinkDown.
@@ -125,6 +124,21 @@ class Link:
                 return await _ask(client, "EVALSHA", script.sha, len(keys), *keys, *args)
             except NoScriptError:
                 return await _ask(client, "EVAL", script.text, len(keys), *keys, *args)
+
+    async def scripts(self, script: Script, calls: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+        """What the script returns for each of these keys and arguments, in one round trip. Raises LinkDown.
+
+        Some may have run although LinkDown is raised.
+        """
+        from redis.exceptions import NoScriptError
+
+        commands = [("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls]
+        async with self._asking() as client:
+            try:
+                return await _ask_all(client, commands)
+            except NoScriptError:
+                await _ask(client, "SCRIPT", "LOAD", script.text)
+                return await _ask_all(client, commands)
 
     async def publish(self, channel: str, message: bytes) -> None:
         """Sends the message to whoever listens now. Raises LinkDown."""
@@ -152,7 +166,7 @@ class Link:
                 max_connections=connections,
                 socket_timeout=None,  # `_asking` bounds the whole call
                 socket_connect_timeout=None,
-                socket_keepalive=None if self._url.startswith("unix:") else True,
+                **({} if self._url.startswith("unix:") else {"socket_keepalive": True}),
                 retry=Retry(NoBackoff(), 0),  # trying again is its callers' business
                 protocol=2,
                 driver_info=None,
@@ -194,6 +208,9 @@ class Link:
             self._doubt.set()
             raise LinkDown(f"{self.server}: {error}") from error
         except RedisError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                self._on_trouble("the shared state refused a command", reason=self._refused)
             raise LinkDown(f"{self.server} refused a command: {error}") from error
 
     async def _look(self) -> None:
@@ -277,6 +294,14 @@ class Link:
 
 async def _ask(client: Redis, *command: Any) -> Any:
     return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+async def _ask_all(client: Redis, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    pipe = client.pipeline(transaction=False)
+    for command in commands:
+        pipe.execute_command(*command)
+    answers: list[Any] = await pipe.execute()
+    return answers
 
 
 async def _close(pubsub: PubSub) -> None:

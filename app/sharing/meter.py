@@ -33,6 +33,11 @@ class Account(NamedTuple):
     budget: Budget
 
 
+def exhausted(account: Account, spent: int) -> bool:
+    """Whether nothing more may be spent. `spent` is what is settled and held: a budget's last hold may go beyond it."""
+    return spent >= account.budget.limit
+
+
 class Flow(NamedTuple):
     """A limit per minute and whose it is."""
 

@@ -20,11 +20,30 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 import structlog
 
+from app.request_ids import CURRENT
+
 _FLUSH_SECONDS = 0.1
 _QUEUE_LINES = 100_000
-_SECRET_NAMES = re.compile(r"(authorization|api[-_]?key|token$|secret|password|cookie)", re.IGNORECASE)
-_SECRET_VALUES = re.compile(r"(Bearer\s+|sk-)[A-Za-z0-9._~+/=-]{6,}")
 _HIDDEN = "[hidden]"
+_SECRET_NAMES = re.compile(r"(authorization|api[-_]?key|token$|secret|password|cookie)", re.IGNORECASE)
+# Every form has one of these, which are quick to look for; nearly no request's line has any.
+_SECRET_SIGNS = ("bearer", "authorization", "api", "sk-", "hearth-", "@")
+_SECRET_FORMS = (
+    # Bearer ...
+    (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE), rf"\1{_HIDDEN}"),
+    # Authorization: Basic ..., x-api-key: ..., "api_key": "..."; in JSON within JSON too
+    (
+        re.compile(
+            r"""((?:authorization|api[-_]?key)\\*["']?\s*[:=]\s*\\*["']?(?:basic\s+)?)(?!bearer\b)[^\s"'\\,;&]{4,}""",
+            re.IGNORECASE,
+        ),
+        rf"\1{_HIDDEN}",
+    ),
+    # Keys of OpenAI's form, which others use as well, and Hearth's own, of 43 characters after the name
+    (re.compile(r"(?<![A-Za-z0-9_-])(sk-[A-Za-z0-9_.-]{6,}|hearth-[A-Za-z0-9_-]{40,})"), _HIDDEN),
+    # redis://:password@host, postgresql://user:password@host. A password may itself hold an @.
+    (re.compile(r"""(\w://)[^\s"'/\\]+@"""), rf"\1{_HIDDEN}@"),
+)
 
 Logger = structlog.typing.FilteringBoundLogger
 RequestLine = Callable[[str, dict[str, Any]], None]  # level, fields
@@ -85,9 +104,11 @@ def make_logger(sink: LineSink, level: str, form: str) -> Logger:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         processors=[
             structlog.processors.add_log_level,
+            add_request_ids,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             hide_secrets,
             structlog.dev.ConsoleRenderer() if _is_console(form) else _to_json,
+            _without_secrets,
         ],
         context_class=dict,
         cache_logger_on_first_use=True,
@@ -111,7 +132,7 @@ def make_request_line(sink: LineSink, level: str, form: str) -> RequestLine:
         if name in shown:
             fields |= {"event": "request", "level": name, "timestamp": datetime.now(UTC)}
             # The names of these fields are known, so that only their values could hold a secret.
-            sink.write(_without_secrets(_to_json(None, name, fields)))
+            sink.write(_without_secrets(None, name, _to_json(None, name, fields)))
 
     return write
 
@@ -120,9 +141,9 @@ def _is_console(form: str) -> bool:
     return form == "console" or (form == "auto" and sys.stderr.isatty())
 
 
-def open_writer() -> LineWriter:
-    """A writer on standard error that is emptied when the process ends."""
-    writer = LineWriter(sys.stderr.buffer)
+def open_writer(stream: BinaryIO | None = None) -> LineWriter:
+    """A writer on the stream, or on standard error, that is emptied when the process ends."""
+    writer = LineWriter(stream or sys.stderr.buffer)
     atexit.register(writer.close)
     return writer
 
@@ -144,19 +165,37 @@ def _to_json(logger: Any, method: str, fields: MutableMapping[str, Any]) -> byte
 
 
 def hide_secrets(logger: Any, method: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Replaces values whose name or look is a secret's."""
-    for name, value in fields.items():
+    """Replaces values whose name is a secret's. What looks like one is found in the finished line."""
+    for name in fields:
         if _is_secret_name(name):
             fields[name] = _HIDDEN
-        elif isinstance(value, str) and ("Bearer" in value or "sk-" in value):
-            fields[name] = _SECRET_VALUES.sub(_HIDDEN, value)
     return fields
 
 
-def _without_secrets(line: bytes) -> bytes:
-    if b"Bearer" in line or b"sk-" in line:
-        return _SECRET_VALUES.sub(_HIDDEN, line.decode()).encode()
-    return line
+def add_request_ids(logger: Any, method: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Adds the ids of the request that the line belongs to, if it does to one."""
+    ids = CURRENT.get()
+    if ids is not None:
+        fields.setdefault("id", ids.request)
+        if ids.trace:
+            fields.setdefault("trace_id", ids.trace)
+    return fields
+
+
+def _without_secrets(logger: Any, method: str, line: Any) -> bytes:
+    """The finished line, bytes or text, without what looks like a secret."""
+    text: str = line.decode() if isinstance(line, bytes) else line
+    lower = text.lower()
+    for sign in _SECRET_SIGNS:
+        if sign in lower:
+            return _rewritten(text).encode()
+    return text.encode()
+
+
+def _rewritten(text: str) -> str:
+    for form, instead in _SECRET_FORMS:
+        text = form.sub(instead, text)
+    return text
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""What is measured, under which names and labels.
+"""What `/metrics` shows, and how it is put together without holding up a stream.
 
 Label values are bounded: configured or listed names, enums and statuses, never a client's string.
 """
@@ -7,116 +7,171 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, Self
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+import orjson
 
-from app.domain import AttemptRecord, NodeState, Operation, Outcome, tier_name
 from app.routing.admission import Admission
-from app.routing.registry import Node, Registry
-from app.routing.trail import Trail
-from app.telemetry.tallies import Count, Spread
+from app.routing.registry import Registry
+from app.telemetry.counts import Counts
+from app.telemetry.exposition import CONTENT_TYPE, Breath
+from app.telemetry.gauges import node_gauges
+from app.telemetry.lag import LoopLag
+from app.telemetry.process import Process
+from app.telemetry.slates import Slates
+from app.telemetry.tallies import Count, Family, Merge, Samples, Spread, merged
 
-CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+__all__ = ["CONTENT_TYPE", "Metrics"]
 
-_FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 60, 120, 300)
-_WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _CACHE_SECONDS = 1.0
+_WRITE_SECONDS = 1.0
+
+
+class Source(Protocol):
+    """More metrics, which are brought up to date before a scrape."""
+
+    families: tuple[Family, ...]
+
+    async def refresh(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Metrics:
-    """Counts what requests and attempts came to, and reads the nodes' state when it is scraped."""
+    """All metrics of this process, and those of its sister workers where there are `slates`.
 
-    def __init__(self, nodes: Registry, admission: Admission) -> None:
-        self._requests = Count(
-            "hearth_requests",
-            "Client requests by what became of them.",
-            *("operation", "route", "tier", "node", "outcome"),
-        )
-        self._attempts = Count("hearth_attempts", "Attempts on nodes.", "node", "outcome", "failure")
-        self._fallbacks = Count("hearth_fallbacks", "Requests not served by their first choice, by reason.", "reason")
-        self._leaks = Count(
-            "hearth_leaked_prefill_sessions",
-            "Caches that a prefill node holds for ever, as nobody can name them.",
-            "node",
-        )
-        self._tokens = Count("hearth_tokens", "Tokens, as the nodes counted them.", "node", "tier", "direction")
-        self._first_token = Spread(
-            "hearth_time_to_first_token_seconds",
-            "From the request to its first content.",
-            _FIRST_TOKEN_BUCKETS,
-            *("node", "tier"),
-        )
-        self._whole = Spread(
-            "hearth_request_seconds", "From the request to its last byte.", _WHOLE_BUCKETS, "node", "tier"
-        )
-        self._registry = CollectorRegistry()
-        for collector in (
-            _Nodes(nodes, admission),
-            *(
-                self._requests,
-                self._attempts,
-                self._fallbacks,
-                self._leaks,
-                self._tokens,
-                self._first_token,
-                self._whole,
-            ),
-        ):
-            self._registry.register(collector)
+    Used with `async with`, while requests run. `counts` is told of requests and attempts.
+    """
+
+    def __init__(
+        self,
+        nodes: Registry,
+        admission: Admission,
+        slates: Slates | None = None,
+        on_trouble: Callable[..., None] = lambda message, **fields: None,
+    ) -> None:
+        self.counts = Counts()
+        self._slates = slates
+        self._on_trouble = on_trouble
+        self._lag = LoopLag()
+        self._families: list[Family] = [
+            *self.counts.families,
+            *node_gauges(nodes, admission),
+            *self._lag.families,
+            *Process().families,
+        ]
+        self._sources: list[Source] = []
         self._rendered = (0.0, b"")
-        self._rendering = asyncio.Lock()
+        self._turn = asyncio.Lock()  # whoever reads the metrics: some change as they are read
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def attempt(self, node: Node, record: AttemptRecord) -> None:
-        """Counts one settled attempt."""
-        self._attempts.add((node.name, record.outcome, record.failure or ""))
+    @property
+    def families(self) -> tuple[Family, ...]:
+        return tuple(self._families)
 
-    def leak(self, node: Node) -> None:
-        """Counts one cache that a prefill node cannot be told to free."""
-        self._leaks.add((node.name,))
+    def add(self, families: Iterable[Family]) -> None:
+        self._families += families
 
-    def request(self, operation: Operation, trail: Trail, outcome: Outcome) -> None:
-        """Counts one finished request."""
-        node = trail.node
-        tier = tier_name(trail.tier) if node else ""
-        self._requests.add((operation, trail.route, tier, node, outcome))
-        if trail.fallback:
-            self._fallbacks.add((trail.fallback,))
-        if trail.first_content is not None:
-            self._first_token.add((node, tier), trail.first_content - trail.started)
-            self._whole.add((node, tier), trail.seconds())
-        if trail.usage is not None:
-            self._tokens.add((node, tier, "prompt"), trail.usage.prompt_tokens)
-            self._tokens.add((node, tier, "completion"), trail.usage.completion_tokens)
+    def add_source(self, source: Source) -> None:
+        self._sources.append(source)
+        self.add(source.families)
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._lag.run(), name="event loop lag")]
+        if self._slates is not None:
+            self._inherit(_decoded(self._slates.inherited()))
+            self._tasks.append(asyncio.create_task(self._keep_writing(), name="shared metrics"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for source in self._sources:
+            await source.close()
+        if self._slates is not None:
+            await self._write()
 
     async def render(self) -> bytes:
         """The exposition text, made off the loop and kept for a second."""
-        async with self._rendering:
+        async with self._turn:
             made, text = self._rendered
-            if time.monotonic() - made > _CACHE_SECONDS:
-                text = await asyncio.to_thread(generate_latest, self._registry)
+            if not text or time.monotonic() - made > _CACHE_SECONDS:
+                for source in self._sources:
+                    await source.refresh()
+                text = await asyncio.to_thread(self._render)
                 self._rendered = (time.monotonic(), text)
         return text
 
+    def _render(self) -> bytes:
+        breath = Breath()
+        own = self._read(breath)
+        sisters = [] if self._slates is None else self._share(self._slates, own, breath)
+        pieces = []
+        for family in self._families:
+            samples = own[family.name]
+            if sisters and family.merge is not Merge.OWN:
+                parts = [samples, *(each[family.name] for each in sisters if family.name in each)]
+                samples = merged(family, map(breath.over, parts))
+            pieces.append(family.head())
+            pieces += breath.over(family.lines(samples))
+        return "".join(pieces).encode()
 
-class _Nodes(Collector):
-    """What the registry knows, at the moment of the scrape."""
+    def _read(self, breath: Breath) -> dict[str, Samples]:
+        found = {}
+        for family in self._families:
+            found[family.name] = family.read()
+            breath.take()
+        return found
 
-    def __init__(self, nodes: Registry, admission: Admission) -> None:
-        self._nodes = nodes
-        self._admission = admission
+    def _share(self, slates: Slates, own: dict[str, Samples], breath: Breath) -> list[dict[str, Samples]]:
+        """Writes down what is about to be shown, so that it is not lost with this process, and reads the others'."""
+        self._write_down(slates, own, breath)
+        lasting = {family.name for family in self._families if family.lasting}
+        sisters = []
+        for slate in slates.others():
+            found = _decoded(slate.content, breath)
+            sisters.append(found if slate.fresh else {name: found[name] for name in found if name in lasting})
+        return sisters
 
-    def collect(self) -> Iterator[Metric]:
-        in_flight = GaugeMetricFamily("hearth_in_flight", "Requests on the node now.", labels=("node",))
-        state = GaugeMetricFamily("hearth_node_state", "1 for the node's state, else 0.", labels=("node", "state"))
-        breaker = GaugeMetricFamily("hearth_breaker_open", "1 while the node is left alone.", labels=("node",))
-        for node in list(self._nodes):
-            in_flight.add_metric([node.name], node.in_flight)
-            breaker.add_metric([node.name], float(node.breaker.state != "closed"))
-            for each in NodeState:
-                state.add_metric([node.name, each.value], float(node.state is each))
-        waiting = GaugeMetricFamily("hearth_waiting", "Requests that wait for a free node.")
-        waiting.add_metric([], self._admission.waiting)
-        yield from (in_flight, state, breaker, waiting)
+    def _write_down(self, slates: Slates, own: dict[str, Samples], breath: Breath) -> None:
+        lines = []
+        for family in self._families:
+            if family.merge is not Merge.OWN:
+                lines.append(orjson.dumps([family.name, own[family.name]]))
+                breath.take()
+        try:
+            slates.write(b"\n".join(lines))
+        except OSError as error:
+            self._on_trouble("this worker's metrics cannot be shared with the others", reason=str(error))
+            self._slates = None
+
+    def _inherit(self, found: dict[str, Samples]) -> None:
+        for family in self._families:
+            if isinstance(family, Count | Spread):
+                family.begin(found.get(family.name, ()))
+
+    async def _keep_writing(self) -> None:
+        while True:
+            await self._write()
+            await asyncio.sleep(_WRITE_SECONDS)
+
+    async def _write(self) -> None:
+        async with self._turn:
+            await asyncio.to_thread(self._write_now)
+
+    def _write_now(self) -> None:
+        breath = Breath()
+        if self._slates is not None:
+            self._write_down(self._slates, self._read(breath), breath)
+
+
+def _decoded(content: bytes, breath: Breath | None = None) -> dict[str, Samples]:
+    """By name. All workers of one parent run the same code, so that what was written can be read."""
+    found: dict[str, Any] = {}
+    for line in content.splitlines():
+        name, samples = orjson.loads(line)
+        found[name] = samples
+        if breath is not None:
+            breath.take()
+    return found

@@ -1,4 +1,4 @@
-"""The end of a request, told once: one log line, and the metrics."""
+"""The end of a request, told once, in one log line."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
 from app.errors import HearthError, NodeFailure
 from app.routing.trail import Trail
+from app.telemetry.advice import Advice
 from app.telemetry.logs import Logger, RequestLine
-from app.telemetry.metrics import Metrics
 
 UNROUTED = "unrouted"
 
 
 class Reporter:
-    """Writes one line and counts once for every request, whatever it came to."""
+    """Writes one line for every request, whatever it came to."""
 
-    def __init__(self, log: Logger, line: RequestLine, metrics: Metrics, policy: str) -> None:
+    def __init__(self, log: Logger, line: RequestLine, policy: str) -> None:
         self._line = line
         self._log = log
-        self._metrics = metrics
         self._policy = policy
+        self.advice = Advice(log)
 
     def __call__(
         self,
@@ -32,8 +32,9 @@ class Reporter:
         error: HearthError | NodeFailure | None,
     ) -> None:
         trail.route = trail.route or UNROUTED
-        self._metrics.request(operation, trail, outcome)
         fields = self._fields(request, request_id, operation, trail, outcome, error)
+        if trail.context_filled is not None:
+            self.advice.filled(trail)
         self._line("warning" if outcome is Outcome.FAILED else "info", fields)
 
     def bug(self, request_id: str, trace: str) -> None:
@@ -56,6 +57,8 @@ class Reporter:
             "ms": _ms(trail.seconds()),
             "route": trail.route,
         }
+        if trail.trace_id:
+            fields["trace_id"] = trail.trace_id
         if request is not None:
             fields["asked"] = request.model[:100]
             fields["stream"] = request.stream
@@ -72,6 +75,10 @@ class Reporter:
             fields |= {"tokens_in": trail.usage.prompt_tokens, "tokens_out": trail.usage.completion_tokens}
             if trail.usage.cached_tokens:
                 fields["tokens_cached"] = trail.usage.cached_tokens
+        if trail.context_filled is not None:
+            fields["context_filled"] = trail.context_filled
+        if trail.dropped_events:
+            fields["dropped_events"] = trail.dropped_events
         if trail.finish_reason is not None:
             fields["finish_reason"] = trail.finish_reason
         if error is not None:

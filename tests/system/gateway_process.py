@@ -58,7 +58,13 @@ class GatewayProcess:
         self.stderr = b""
         self._folder = folder
         self._command = command(self.port) if command else ("-m", "app", "serve", *flags)
-        self._settings = {"port": self.port, "log_format": "json", "local_nodes": "[]", **settings}
+        self._settings = {
+            "port": self.port,
+            "log_format": "json",
+            "local_nodes": "[]",
+            "database_url": "off",
+            **settings,
+        }
         self._process: asyncio.subprocess.Process | None = None
         self._reading: list[asyncio.Task[None]] = []
 

@@ -108,6 +108,7 @@ async def gateway(*nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[Gatew
     settings.setdefault("log_level", "DEBUG")
     settings.setdefault("log_format", "json")
     settings.setdefault("nodes_file", "off")
+    settings.setdefault("database_url", "off")
     lines = Lines()
     app = create_app(Settings(_env_file=None, **settings), lines)
     # The protocol must be named, or asyncio leaves Nagle's algorithm on, which costs 40 ms a request.

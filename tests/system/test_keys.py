@@ -10,12 +10,13 @@ from contextlib import suppress
 import pytest
 
 from app.domain import Budget, Caller, Period, Rate
-from app.errors import InvalidRequest, Unauthorized
+from app.errors import InvalidRequest, LedgerUnavailable, Unauthorized
 from app.fronts.auth import digest_of
 from app.ledger import keys, tables
 from app.ledger.key import KeyNameTaken, KeyNotFound, Traits
 from app.ledger.keys import KeyBook
-from tests.ledgers import ledger
+from app.ledger.store import Store
+from tests.servers import Postgres
 from tests.system.harness import until
 
 NOON = 1_800_000_000_000
@@ -37,7 +38,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 async def book(database_url: str, clock: Clock) -> AsyncIterator[KeyBook]:
-    async with ledger(database_url) as store:
+    async with Store(database_url) as store:
         yield KeyBook(store, clock=clock)
 
 
@@ -67,7 +68,7 @@ async def test_a_new_key_is_known_at_once_with_all_its_traits(book: KeyBook) -> 
 async def test_a_secret_has_256_random_bits_and_only_its_digest_and_first_characters_are_kept(
     database_url: str,
 ) -> None:
-    async with ledger(database_url) as store:
+    async with Store(database_url) as store:
         _, secret = await KeyBook(store).create("ada")
         async with store.connect() as connection:
             row = (await connection.execute(tables.keys.select())).one()
@@ -174,22 +175,11 @@ async def test_names_are_unique_and_unknown_ones_are_said(book: KeyBook) -> None
         await book.rotate("eve")
 
 
-async def test_a_key_without_limits_of_its_own_has_those_of_all(database_url: str) -> None:
-    async with ledger(database_url) as store:
-        book = KeyBook(store, default_rate=Rate(10, 100))
-        _, plain = await book.create("plain")
-        _, own = await book.create("own", {"requests_per_minute": 3})
-
-        found = caller(book, plain), caller(book, own)
-
-        assert [one and one.rate for one in found] == [Rate(10, 100), Rate(3, 100)]
-
-
 async def test_what_another_process_changes_is_known_soon(
     database_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "REFRESH_SECONDS", 0.02)
-    async with ledger(database_url) as store, ledger(database_url) as other_store:
+    async with Store(database_url) as store, Store(database_url) as other_store:
         book, other = KeyBook(store, clock=clock), KeyBook(other_store, clock=clock)
         await book.refresh()
         keeping = asyncio.create_task(book.run())
@@ -205,6 +195,41 @@ async def test_what_another_process_changes_is_known_soon(
         keeping.cancel()
         with suppress(asyncio.CancelledError):
             await keeping
+
+
+async def test_while_the_ledger_is_away_the_known_keys_stay(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "REFRESH_SECONDS", 0.02)
+    troubles: list[str] = []
+    async with Store(postgres.url) as store:
+        book = KeyBook(store, on_trouble=troubles.append)
+        _, secret = await book.create("ada")
+        keeping = asyncio.create_task(book.run())
+
+        postgres.kill()
+        await until(lambda: troubles, "it says so")
+        assert caller(book, secret)
+        with pytest.raises(LedgerUnavailable):
+            await book.disable("ada")
+
+        await asyncio.to_thread(postgres.start)  # meanwhile it looks again and again
+        await until(lambda: _disabled(book), "it is there again")
+        with pytest.raises(Unauthorized):
+            caller(book, secret)
+
+        keeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeping
+    assert len(troubles) == 1
+    assert secret not in troubles[0]
+
+
+async def _disabled(book: KeyBook) -> bool:
+    try:
+        return (await book.disable("ada")).disabled
+    except LedgerUnavailable:
+        return False
 
 
 async def test_keys_are_read_again_only_when_they_have_changed(book: KeyBook) -> None:

@@ -30,7 +30,7 @@ SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 Case = schemathesis.Case[Any]
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
-MANAGEMENT = "^/(nodes|distserve)/"
+MANAGEMENT = "^/(nodes/|distserve/|admin/keys)"
 AS_DOCUMENTED: Any = [status_code_conformance, content_type_conformance, response_schema_conformance]
 WHATEVER = settings(
     max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -44,11 +44,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def managed_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Another one, whose node is not missed."""
-    yield from _served(tmp_path_factory)
+    """Another one, whose node is not missed, and where a key may come to be needed."""
+    yield from _served(tmp_path_factory, database_url="sqlite:///hearth.db")
 
 
-def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def _served(tmp_path_factory: pytest.TempPathFactory, **settings: str) -> Iterator[str]:
     """A gateway in front of an Ollama.
 
     Not in this thread, which waits for the answers, nor in this process, where Hypothesis rules over `random`.
@@ -59,7 +59,7 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         end = asyncio.Event()
         folder = tmp_path_factory.mktemp("hearth")
         async with FakeOllama(models=["m"], tokens=2) as node:
-            async with GatewayProcess(folder, local_nodes=node_settings(node)) as hearth:
+            async with GatewayProcess(folder, local_nodes=node_settings(node), **settings) as hearth:
                 await hearth.ready()
                 started.put((hearth.url, asyncio.get_running_loop(), end))
                 await end.wait()
@@ -73,7 +73,7 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert not thread.is_alive()
 
 
-# The routes that end or replace nodes would leave the others nothing to answer with.
+# The routes that end or replace nodes, and those that make keys, would leave the others nothing to answer with.
 @SCHEMA.exclude(path_regex=MANAGEMENT).parametrize()
 @WHATEVER
 def test_answers_are_as_documented(case: Case, url: str) -> None:
@@ -114,6 +114,6 @@ def test_inference_routes_are_documented(path: str) -> None:
     assert operation["summary"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/ready", "/metrics", "/admin/nodes"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/ready", "/metrics", "/admin/nodes", "/admin/keys"])
 def test_all_other_routes_are_documented(path: str) -> None:
     assert DOCUMENT["paths"][path]["get"]["summary"]

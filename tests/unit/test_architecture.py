@@ -13,6 +13,9 @@ from app.providers import KINDS
 APP = Path(__file__).parents[2] / "app"
 MODULES = sorted(APP.rglob("*.py"))
 
+MIGRATIONS = {str(path.relative_to(APP)) for path in (APP / "ledger" / "migrations").rglob("*.py")}
+LEDGER = {f"ledger/{name}.py" for name in ("tables", "store", "database", "statements", "keys", "usage")}
+
 # A package on the right may be imported by the modules on the left alone.
 ALONE = {
     "httptools": {"connection.py"},
@@ -20,10 +23,16 @@ ALONE = {
     "pybreaker": {"routing/breaker.py"},
     "tenacity": {"routing/retry.py"},
     "pydantic_settings": {"settings.py"},
-    "prometheus_client": {"telemetry/metrics.py", "telemetry/tallies.py"},
+    "prometheus_client": {"telemetry/process.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py", "node_calls.py", "node_clients.py"},
+    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "commands/gateway.py"},
     "uvicorn": {"server.py"},
+    "typer": {f"commands/{name}.py" for name in ("terminal", "gateway", "keys", "usage", "explain")},
+    "rich": {"commands/terminal.py"},
+    "sqlalchemy": LEDGER | MIGRATIONS,
+    "alembic": MIGRATIONS,
+    "asyncpg": {"ledger/database.py"},
+    "genai_prices": {"ledger/prices.py"},
     "redis": {"sharing/link.py"},
 }
 # What a layer may not know.

@@ -320,3 +320,97 @@ class BreakerMachine(RuleBasedStateMachine):
 
 TestAnyOrder = BreakerMachine.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# Replicas
+
+
+@pytest.fixture
+def heard(breaker: Breaker) -> list[BreakerState]:
+    """What other replicas hear of the breaker."""
+    states: list[BreakerState] = []
+    breaker.share(lambda: states.append(breaker.state))
+    return states
+
+
+def test_others_hear_that_it_opens_and_closes_and_not_that_it_probes(
+    breaker: Breaker, clock: Clock, heard: list[BreakerState]
+) -> None:
+    trip(breaker)
+    clock.now += 2 * RESET_SECONDS
+    admitted(breaker).succeed()
+
+    assert heard == ["open", "closed"]
+
+
+def test_what_others_said_is_applied_and_not_said_again(breaker: Breaker, heard: list[BreakerState]) -> None:
+    breaker.open_from_elsewhere("refused")
+    assert (breaker.state, breaker.reason, breaker.acquire()) == ("open", "refused", None)
+    breaker.close_from_elsewhere()
+
+    assert (breaker.state, breaker.reason) == ("closed", None)
+    assert heard == []
+
+
+def test_what_others_said_begins_an_epoch(breaker: Breaker, heard: list[BreakerState]) -> None:
+    """A late success must not close what another replica opened, nor a late failure open what one closed."""
+    late = [admitted(breaker) for _ in range(4)]
+    breaker.open_from_elsewhere("refused")
+    late.pop().succeed()
+    assert breaker.state == "open"
+    breaker.close_from_elsewhere()
+    for permit in late:
+        permit.fail(FAULT)
+
+    assert breaker.state == "closed"
+    assert heard == []
+
+
+def test_failures_from_before_another_replica_closed_it_count_no_more(breaker: Breaker) -> None:
+    for _ in range(2):
+        admitted(breaker).fail(FAULT)
+    breaker.open_from_elsewhere("refused")
+    breaker.close_from_elsewhere()
+    for _ in range(2):
+        admitted(breaker).fail(FAULT)
+
+    assert breaker.state == "closed"
+
+
+def test_its_own_probe_decides_while_it_is_out(breaker: Breaker, clock: Clock) -> None:
+    probe = half_open(breaker, clock)
+    breaker.open_from_elsewhere("refused")
+    assert breaker.state == "half_open"
+    probe.succeed()
+
+    assert breaker.state == "closed"
+
+
+def test_a_failed_probe_of_another_postpones_ours(breaker: Breaker, clock: Clock) -> None:
+    trip(breaker)
+    clock.now += RESET_SECONDS - 1
+    breaker.open_from_elsewhere("refused")
+    clock.now += RESET_SECONDS - 1
+    assert not breaker.would_admit()
+    clock.now += 1
+
+    assert breaker.would_admit()
+
+
+def test_replicas_probe_at_different_times(clock: Clock) -> None:
+    waits = set()
+    for _ in range(20):
+        breaker = Breaker(3, RESET_SECONDS, clock=clock)
+        breaker.share(lambda: None)
+        trip(breaker)
+        waits.add(breaker.retry_after_seconds())
+
+    assert len(waits) > 1
+    assert all(0.8 * RESET_SECONDS <= wait <= 1.2 * RESET_SECONDS for wait in waits)
+
+
+def test_a_breaker_that_is_off_stays_off_whatever_others_say() -> None:
+    breaker = Breaker(0, RESET_SECONDS)
+    breaker.open_from_elsewhere("refused")
+
+    assert breaker.acquire() is not None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.names import canonical, close_names, display, is_cloud, matches, parse, split_source
+from app.routing.names import Source, canonical, close_names, display, matches, parse, split_source
 
 VECTORS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "wire" / "vectors" / "ollama_names.json").read_text()
@@ -65,25 +65,11 @@ def test_a_cloud_name_is_never_taken_for_the_local_model() -> None:
     assert canonical("gpt-oss:120b") != canonical("gpt-oss:120b-cloud")
 
 
-@pytest.mark.parametrize(
-    ("name", "cloud"),
-    [
-        ("a:cloud", True),
-        ("a:8b-CLOUD", True),
-        ("a-cloud", False),
-        ("a:8b", False),
-        ("a:local", False),
-        ("a:cloudy", False),
-    ],
-)
-def test_cloud_names_are_known_by_their_ending(name: str, cloud: bool) -> None:
-    assert is_cloud(name) is cloud
-
-
 @given(ollama_like)
 def test_the_shown_name_means_the_same(name: str) -> None:
     shown = display(name)
-    if shown is not None and not is_cloud(name):
+    split = split_source(name)
+    if shown is not None and split is not None and split[1] is not Source.CLOUD:
         assert canonical(shown) == canonical(name)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.domain import NodeSpec, Role
+from app.domain import NodeSpec, Price, Role
 from app.routing import node_store
 from app.routing.node_store import MAX_NODES, NodeStore, StoredNode, StoreFull
 
@@ -32,6 +32,10 @@ FULL = StoredNode(
         vram_gb=24,
         num_ctx=8192,
         role=Role.DECODE,
+        price=Price(150_000, 600_000, 75_000),
+        retries=2,
+        health_check=False,
+        tls_verify=False,
     ),
     latencies=(0.5, 1.25),
 )

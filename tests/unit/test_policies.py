@@ -88,6 +88,16 @@ def test_least_connections_honours_weights() -> None:
 
 
 @pytest.mark.parametrize("policy", [LeastConnections(), MinExpectedLatency(), MinObservedLatency()], ids=type)
+def test_counting_load_counts_that_of_other_replicas(policy: Policy) -> None:
+    busy, idle = candidate(node("busy")), candidate(node("idle"))
+    busy.node.others_in_flight = 3
+    _answered(busy, 1.0)
+    _answered(idle, 1.0)
+
+    assert _chosen(policy, [busy, idle], 3, hold=True) == ["idle"] * 3
+
+
+@pytest.mark.parametrize("policy", [LeastConnections(), MinExpectedLatency(), MinObservedLatency()], ids=type)
 def test_counting_load_prefers_a_node_that_holds_the_model(policy: Policy) -> None:
     cold, warm = candidate(node("cold")), candidate(node("warm"))
     cold.node.loaded, warm.node.loaded = {}, {"m": LoadedModel("m")}

@@ -22,9 +22,13 @@ class Plan:
     deadline: float = 1000.0
     untried: int = 0
     waitable: bool = False
+    again: bool = False
 
     def more_candidates(self) -> bool:
         return self.untried > 0
+
+    def asks_again(self) -> bool:
+        return self.again
 
     def may_wait(self) -> bool:
         return self.waitable
@@ -102,6 +106,18 @@ async def test_a_sibling_is_asked_at_once() -> None:
 
     assert await run(loop.retry(4), Plan(untried=3), broken(), busy(20), "answer") == ("answer", 3)
     assert loop.waits == []
+
+
+@pytest.mark.parametrize(("jitter", "waits"), [(0.0, [0.1, 0.2, 0.4]), (0.5, [0.15, 0.3, 0.6])])
+async def test_the_same_node_is_asked_again_after_a_short_growing_pause(jitter: float, waits: list[float]) -> None:
+    loop = Loop(jitter=jitter)
+
+    assert await failures(loop.retry(4), Plan(untried=9, again=True), broken()) == 4
+    assert loop.waits == pytest.approx(waits)
+
+
+async def test_the_same_node_is_not_waited_for_past_the_deadline() -> None:
+    assert await failures(Loop().retry(4), Plan(untried=9, again=True, deadline=0.25), broken()) == 2
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2, 4])

@@ -1,25 +1,37 @@
-"""What a policy is: an order of candidates, and for those that need it, notice of what became of the choice."""
+"""What a policy is: an order of candidates, what it goes by, and for those that need it, notice of what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from app.routing.forecast import Progress
 from app.routing.job import Job
 from app.routing.registry import Candidate, Node
 
+# Named parts of a policy's decision, with the unit in the name. The lower `score` comes first.
+Terms = Mapping[str, float]
+
 
 class Policy:
     """Orders candidates, best first. Called once per attempt; the first one with a free slot is taken.
 
-    A policy that `schedules` may leave out those that are worth less than a wait, even all of them, and is told where
-    a request goes.
+    A policy that `schedules` is told what the request asks for and where it goes, and may leave out those that are
+    worth less than a wait, even all of them.
     """
 
     schedules = False
+    lots = ""  # what of the order is drawn by lot, for people
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         raise NotImplementedError
+
+    def rehearsal(self) -> Policy:
+        """One that decides as this one would now. What it is asked changes nothing here."""
+        return self
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        """What each candidate is judged by now, in their order."""
+        return [{} for _ in candidates]
 
     def placed(self, candidate: Candidate, job: Job) -> Progress | None:
         """The request goes to this node now. Whoever sends it tells what becomes of it."""

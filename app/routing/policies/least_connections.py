@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.routing.job import Job
-from app.routing.policies.base import Policy
+from app.routing.policies.base import Policy, Terms
 from app.routing.policies.load import unfinished
 from app.routing.registry import Candidate
 
@@ -13,6 +13,9 @@ class LeastConnections(Policy):
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         return sorted(candidates, key=_load) if len(candidates) > 1 else candidates
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        return [{"score": _load(candidate)[0], "unfinished": unfinished(candidate)} for candidate in candidates]
 
 
 def _load(candidate: Candidate) -> tuple[float, int]:

@@ -14,7 +14,7 @@ _COLD_REQUESTS = 2
 def unfinished(candidate: Candidate) -> int:
     """Requests that the node would have with this one, in flight or as good as that."""
     cold = 0 if candidate.node.holds(candidate.model) else _COLD_REQUESTS
-    return candidate.node.in_flight + 1 + cold
+    return candidate.node.in_flight + candidate.node.others_in_flight + 1 + cold
 
 
 def mean_speed(candidates: Iterable[Candidate]) -> float:

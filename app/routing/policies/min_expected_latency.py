@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from app.routing.job import Job
-from app.routing.policies.base import Policy
+from app.routing.policies.base import Policy, Terms
 from app.routing.policies.load import capacity, mean_speed, unfinished
 from app.routing.registry import Candidate
 
@@ -16,6 +16,8 @@ class MinExpectedLatency(Policy):
     LMDeploy leaves out the request that is about to be placed. Idle nodes are all equal then, however slow.
     """
 
+    lots = "equal scores are drawn by lot"
+
     def __init__(self, uniform: random.Random | None = None) -> None:
         self._uniform = (uniform or random.Random()).random
 
@@ -24,6 +26,13 @@ class MinExpectedLatency(Policy):
             return candidates
         mean = mean_speed(candidates)
         return sorted(candidates, key=lambda candidate: self._key(candidate, capacity(candidate, mean)))
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        mean = mean_speed(candidates)
+        return [self._terms(candidate, capacity(candidate, mean)) for candidate in candidates]
+
+    def _terms(self, candidate: Candidate, able: float) -> Terms:
+        return {"score": self._key(candidate, able)[0], "unfinished": unfinished(candidate), "capacity": able}
 
     def _key(self, candidate: Candidate, able: float) -> tuple[float, float, float]:
         return unfinished(candidate) / able, -able, self._uniform()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.routing.job import Job
-from app.routing.policies.base import Policy
+from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate
 
 
@@ -12,3 +12,6 @@ class RoundRobin(Policy):
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         return sorted(candidates, key=lambda candidate: candidate.node.picked)
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        return [{"score": candidate.node.picked} for candidate in candidates]

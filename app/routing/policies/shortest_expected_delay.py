@@ -14,7 +14,7 @@ from math import exp, inf
 
 from app.routing.forecast import Forecast, Prediction, Progress
 from app.routing.job import Job
-from app.routing.policies.base import Policy
+from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate, Node
 from app.routing.work import Seat, Work
 
@@ -37,6 +37,7 @@ class ShortestExpectedDelay(Policy):
     """`start_load` makes a node load a model for its own sake."""
 
     schedules = True
+    lots = "differences of a few per cent are drawn by lot"
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class ShortestExpectedDelay(Policy):
         return []
 
     def _worth_now(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> list[Candidate]:
-        best, service, seat, candidate = scores[0]
+        best, service, seat, _ = scores[0]
         if self._free(seat, job, now):
             return [each[3] for each in scores if each[2] is seat or self._free(each[2], job, now)]
         limit = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
@@ -220,16 +221,47 @@ class ShortestExpectedDelay(Policy):
 
     # -- what is predicted
 
+    def rehearsal(self) -> Policy:
+        return _Rehearsal(self)
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        if job is None or not candidates:
+            return [{} for _ in candidates]
+        return [_terms(prediction) for prediction in self.explain(candidates, job)]
+
     def first_token_seconds(self, candidates: list[Candidate], job: Job) -> float | None:
         if not candidates:
             return None
-        return min(self.explain(candidates, job), key=lambda each: each.score).first_token
+        return min(self.explain(candidates, job), key=score).first_token
 
     def explain(self, candidates: list[Candidate], job: Job) -> list[Prediction]:
         """Every term for every candidate, in their order."""
         plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
         best = min(each.prefill + each.decode for each in plain)
         return [self.forecast.prediction(self.forecast.seat(candidate), job, best) for candidate in candidates]
+
+
+class _Rehearsal(Policy):
+    """The same order, without lots, and nobody waits or is counted for it."""
+
+    def __init__(self, policy: ShortestExpectedDelay) -> None:
+        self._policy = policy
+
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
+        if job is None or not candidates or candidates[0].node.cloud:
+            return candidates
+        scores = [score(prediction) for prediction in self._policy.explain(candidates, job)]
+        return [candidates[place] for place in sorted(range(len(candidates)), key=scores.__getitem__)]
+
+
+def score(prediction: Prediction) -> float:
+    """What the choice goes by: a prediction's own score, with the wait for the first word counted more."""
+    return prediction.score + _FIRST_TOKEN_WEIGHT * prediction.first_token
+
+
+def _terms(prediction: Prediction) -> Terms:
+    terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
+    return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
 
 
 def _investment(seat: Seat, worse: float) -> float:

@@ -6,7 +6,7 @@ from statistics import fmean
 from weakref import WeakKeyDictionary
 
 from app.routing.job import Job
-from app.routing.policies.base import Policy
+from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate, Node
 
 
@@ -29,6 +29,16 @@ class Weighted(Policy):
         ranked = sorted(candidates, key=lambda candidate: (-self._credit[candidate.node], candidate.node.picked))
         self._credit[ranked[0].node] -= sum(shares.values())
         return ranked
+
+    def rehearsal(self) -> Weighted:
+        other = Weighted()
+        other._credit = self._credit.copy()
+        return other
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        shares = _shares([candidate.node for candidate in candidates])
+        credit = [self._credit.get(node, 0.0) + share for node, share in shares.items()]
+        return [{"score": -each, "share": share} for each, share in zip(credit, shares.values(), strict=True)]
 
 
 def _shares(nodes: list[Node]) -> dict[Node, float]:

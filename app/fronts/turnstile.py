@@ -1,0 +1,41 @@
+"""How much a caller may ask for in a minute: counted on the way in, corrected on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from app.domain import Rate, Request, Usage
+from app.errors import RateLimited
+from app.sharing.limits import Limits, Verdict
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Turnstile:
+    """Lets requests in. `estimate` guesses a prompt's tokens before anybody has counted them."""
+
+    def __init__(self, limits: Limits, estimate: Callable[[Request], int]) -> None:
+        self._limits = limits
+        self._estimate = estimate
+
+    def enter(self, request: Request, rate: Rate) -> tuple[int, Headers]:
+        """The tokens that were counted for it, and what to tell the client. Raises `RateLimited`."""
+        tokens = 0 if rate.tokens_per_minute is None else self._estimate(request)
+        verdict = self._limits.take(request.caller.id, rate, tokens)
+        if not verdict.allowed:
+            raise _limited(verdict)
+        return tokens, verdict.headers()
+
+    def leave(self, request: Request, rate: Rate, counted: int, usage: Usage | None) -> None:
+        """Corrects the count by what the request came to; one that took nothing gives its tokens back."""
+        took = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
+        self._limits.settle(request.caller.id, rate, took - counted)
+
+
+def _limited(verdict: Verdict) -> RateLimited:
+    limit = verdict.limit_requests if verdict.why == "requests" else verdict.limit_tokens
+    return RateLimited(
+        f"this API key may use {limit} {verdict.why} a minute; try again in {verdict.retry_after_seconds:.1f} s",
+        retry_after_seconds=verdict.retry_after_seconds,
+        headers=verdict.headers(),
+    )

@@ -1,0 +1,134 @@
+"""Writes down what became of every request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from app.domain import LOCAL_TIER, NodeSpec, Operation, Outcome, Request, Usage
+from app.errors import HearthError, NodeFailure
+from app.ledger.estimates import TokenEstimator
+from app.ledger.rows import RequestRow
+from app.ledger.tariffs import Tariff
+from app.routing.trail import Trail
+
+_NONE = Usage(0, 0)
+
+
+class RequestLog(Protocol):
+    """Where rows go."""
+
+    def add(self, row: RequestRow) -> None: ...
+
+
+class Prices(Protocol):
+    """Who knows what a model costs, without waiting."""
+
+    def known(self, node: NodeSpec, model: str) -> Tariff | None: ...
+
+
+class Bookkeeper:
+    """Makes the ledger's row of a request."""
+
+    def __init__(
+        self,
+        log: RequestLog,
+        prices: Prices,
+        estimator: TokenEstimator,
+        *,
+        instance: str,
+        spec_of: Callable[[str], NodeSpec | None],
+        in_the_cloud: Callable[[str], tuple[NodeSpec, str] | None],
+        on_row: Callable[[RequestRow], None] = lambda row: None,
+    ) -> None:
+        """`spec_of` finds a local node by name; `in_the_cloud` says who would serve a model there, and as what."""
+        self._log = log
+        self._prices = prices
+        self._estimator = estimator
+        self._instance = instance
+        self._spec_of = spec_of
+        self._in_the_cloud = in_the_cloud
+        self._on_row = on_row
+
+    def __call__(
+        self,
+        request: Request | None,
+        request_id: str,
+        operation: Operation,
+        trail: Trail,
+        outcome: Outcome,
+        error: HearthError | NodeFailure | None,
+    ) -> None:
+        """Takes a request that is over. One that never reached a route has no row."""
+        if request is None or not trail.routed:
+            return
+        usage, estimated = self._usage(request, trail)
+        local = trail.tier == LOCAL_TIER and bool(trail.node)
+        served = local and outcome is Outcome.OK
+        ms = round(trail.seconds() * 1000)
+        row = RequestRow(
+            id=trail.row,
+            request_id=request_id,
+            at=time.time_ns() // 1_000_000 - ms,
+            instance=self._instance,
+            key=request.caller.id,
+            operation=operation,
+            route=trail.route,
+            model=trail.model,
+            node=trail.node,
+            tier=trail.tier,
+            outcome=outcome,
+            code=_code(error),
+            fallback=trail.fallback,
+            attempts=trail.tried,
+            tokens_in=usage.prompt_tokens,
+            tokens_out=usage.completion_tokens,
+            tokens_cached=usage.cached_tokens,
+            estimated=estimated,
+            cost=trail.cost + (self._local_cost(trail, usage) if local else 0),
+            saved=self._saved(request.model, usage) if served else 0,
+            queued_ms=round(trail.queued_seconds * 1000),
+            first_content_ms=None
+            if trail.first_content is None
+            else round((trail.first_content - trail.started) * 1000),
+            ms=ms,
+        )
+        self._log.add(row)
+        self._on_row(row)
+
+    def _usage(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
+        """What the node counted, or a guess; and whether it is one."""
+        if trail.usage is not None:
+            self._estimator.learn(request, trail.usage)
+            return trail.usage, False
+        if trail.first_content is None:
+            return _NONE, False
+        return Usage(self._estimator.estimate_prompt(request), self._written(request, trail)), True
+
+    def _written(self, request: Request, trail: Trail) -> int:
+        if request.stream:
+            return trail.events
+        return self._estimator.estimate_text(request.model, trail.document_bytes)
+
+    def _local_cost(self, trail: Trail, usage: Usage) -> int:
+        """By the operator's figure."""
+        spec = self._spec_of(trail.node)
+        if spec is None or spec.price is None:
+            return 0
+        tariff = self._prices.known(spec, trail.model)
+        return 0 if tariff is None else tariff.cost(usage)
+
+    def _saved(self, model: str, usage: Usage) -> int:
+        """What the cloud would have cost; 0 when there is none, or nobody knows."""
+        elsewhere = self._in_the_cloud(model)
+        if elsewhere is None:
+            return 0
+        tariff = self._prices.known(*elsewhere)
+        return 0 if tariff is None else tariff.cost(usage)
+
+
+def _code(error: HearthError | NodeFailure | None) -> str:
+    if error is None:
+        return ""
+    return error.failure if isinstance(error, NodeFailure) else (error.code or error.type)

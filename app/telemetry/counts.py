@@ -1,0 +1,172 @@
+"""Counts what requests and attempts came to. Runs at the end of every request, and so must be cheap."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
+from app.errors import HearthError, NodeFailure, RateLimited
+from app.routing.registry import Node
+from app.routing.trail import Trail
+from app.telemetry.tallies import Count, Family, Spread
+
+UNROUTED = "unrouted"
+
+_FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 60, 120, 300)
+_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1)
+_WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
+_QUEUE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+_MICRO_DOLLARS = 1_000_000
+
+
+class Booked(Protocol):
+    """What the ledger's row of a request says. Money is in micro-dollars."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def tier(self) -> int: ...
+    @property
+    def tokens_in(self) -> int: ...
+    @property
+    def tokens_out(self) -> int: ...
+    @property
+    def estimated(self) -> bool: ...
+    @property
+    def cost(self) -> int: ...
+    @property
+    def saved(self) -> int: ...
+
+
+class Counts:
+    """A report of requests, and an observer of attempts."""
+
+    def __init__(self) -> None:
+        served = ("node", "tier")
+        self._requests = Count(
+            "hearth_requests_total",
+            "Client requests by what became of them. The node is the one that was asked last.",
+            *("operation", "route", "tier", "node", "outcome", "fallback"),
+        )
+        self._attempts = Count("hearth_attempts_total", "Attempts on nodes.", "node", "outcome", "failure")
+        self._fallbacks = Count(
+            "hearth_fallbacks_total", "Requests not served by their first choice, by reason.", "reason"
+        )
+        self._leaks = Count(
+            "hearth_leaked_prefill_sessions_total",
+            "Caches that a prefill node holds for ever, as nobody can name them.",
+            "node",
+        )
+        self._limited = Count("hearth_rate_limited_total", "Requests refused as their key had asked for too much.")
+        self._unpaid = Count(
+            "hearth_spending_refused_total", "Requests for which the cloud could not be paid, by why.", "code"
+        )
+        self._tokens = Count("hearth_tokens_total", "Tokens, as the nodes counted them.", *served, "direction")
+        self._guessed = Count(
+            "hearth_estimated_tokens_total", "Tokens of answers that no node counted.", *served, "direction"
+        )
+        self._spent = Count("hearth_spend_dollars_total", "What requests cost.", *served, unit=_MICRO_DOLLARS)
+        self._saved = Count(
+            "hearth_saved_dollars_total",
+            "What the cloud would have cost in the place of local nodes.",
+            "node",
+            unit=_MICRO_DOLLARS,
+        )
+        self._first_token = Spread(
+            "hearth_time_to_first_token_seconds",
+            "From the request to its first content.",
+            _FIRST_TOKEN_BUCKETS,
+            *served,
+        )
+        self._each_token = Spread(
+            "hearth_time_per_output_token_seconds",
+            "Of streams, from the first token to the last, by token.",
+            _TOKEN_BUCKETS,
+            *served,
+        )
+        self._whole = Spread(
+            "hearth_request_seconds",
+            "From the request to its last byte, where there was content.",
+            _WHOLE_BUCKETS,
+            *served,
+        )
+        self._queued = Spread(
+            "hearth_queue_seconds", "How long requests waited for a free node, of those that had to.", _QUEUE_BUCKETS
+        )
+        self.families: tuple[Family, ...] = (
+            self._requests,
+            self._attempts,
+            self._fallbacks,
+            self._leaks,
+            self._limited,
+            self._unpaid,
+            self._tokens,
+            self._guessed,
+            self._spent,
+            self._saved,
+            self._first_token,
+            self._each_token,
+            self._whole,
+            self._queued,
+        )
+
+    def attempt(self, node: Node, record: AttemptRecord) -> None:
+        """Counts one settled attempt."""
+        self._attempts.add((record.node, record.outcome, record.failure or ""))
+
+    def leak(self, node: Node) -> None:
+        """Counts one cache that a prefill node cannot be told to free."""
+        self._leaks.add((node.name,))
+
+    def booked(self, row: Booked) -> None:
+        """Counts what only the ledger knows of a request."""
+        if row.cost:
+            self._spent.add((row.node, tier_name(row.tier)), row.cost)
+        if row.saved:
+            self._saved.add((row.node,), row.saved)
+        if row.estimated:
+            tier = tier_name(row.tier)
+            self._guessed.add((row.node, tier, "prompt"), row.tokens_in)
+            self._guessed.add((row.node, tier, "completion"), row.tokens_out)
+
+    def __call__(
+        self,
+        request: Request | None,
+        request_id: str,
+        operation: Operation,
+        trail: Trail,
+        outcome: Outcome,
+        error: HearthError | NodeFailure | None,
+    ) -> None:
+        """Counts one request that is over."""
+        node = trail.node
+        tier = tier_name(trail.tier) if node else ""
+        fallback = trail.fallback
+        self._requests.add((operation, trail.route or UNROUTED, tier, node, outcome, fallback))
+        if fallback:
+            self._fallbacks.add((fallback,))
+        if trail.queued_seconds:
+            self._queued.add((), trail.queued_seconds)
+        if trail.unpaid is not None:
+            self._unpaid.add((trail.unpaid[0] or "",))
+        if isinstance(error, RateLimited):
+            self._limited.add(())
+        if trail.first_content is not None:
+            self._served((node, tier), trail, request is not None and request.stream)
+        if trail.usage is not None:
+            prompt, completion, cached = trail.usage
+            self._tokens.add((node, tier, "prompt"), prompt)
+            self._tokens.add((node, tier, "completion"), completion)
+            if cached:
+                self._tokens.add((node, tier, "cached"), cached)
+
+    def _served(self, who: tuple[str, str], trail: Trail, stream: bool) -> None:
+        first, now = trail.first_content, time.perf_counter()
+        assert first is not None
+        self._first_token.add(who, first - trail.started)
+        self._whole.add(who, now - trail.started)
+        if stream:
+            tokens = trail.events if trail.usage is None else trail.usage.completion_tokens
+            if tokens > 1:
+                self._each_token.add(who, (now - first) / (tokens - 1))

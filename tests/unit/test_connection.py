@@ -1,0 +1,109 @@
+"""When a connection to a node is read, and when it is left alone for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.connection import Connection, ConnectionClosed
+from tests.system.harness import until
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """Stands for the socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = True
+        self.pauses = 0
+
+    def pause_reading(self) -> None:
+        assert self.reading
+        self.reading = False
+        self.pauses += 1
+
+    def resume_reading(self) -> None:
+        assert not self.reading
+        self.reading = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@pytest.fixture
+async def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+async def connection(wire: Wire) -> Connection:
+    """One on which a stream has begun."""
+    connection = Connection()
+    connection.connection_made(wire)
+    connection.send(b"POST / HTTP/1.1\r\n\r\n", b"")
+    connection.data_received(HEAD)
+    connection.moderate = True
+    return connection
+
+
+async def test_a_fast_stream_is_left_alone_for_a_moment_after_each_piece(connection: Connection, wire: Wire) -> None:
+    connection.data_received(_chunk(b"a"))
+    assert wire.reading  # the first piece is never late
+    connection.data_received(_chunk(b"b"))
+
+    assert not wire.reading
+    assert await connection.read() == b"ab"
+    await until(lambda: wire.reading, "it is read again")
+
+
+async def test_pieces_that_come_one_by_one_are_read_at_once(connection: Connection, wire: Wire) -> None:
+    for _ in range(5):
+        connection.data_received(_chunk(b"a"))
+        await asyncio.sleep(0.003)
+
+    assert wire.pauses == 0
+
+
+async def test_what_nobody_reads_stays_unread_after_the_rest(connection: Connection, wire: Wire) -> None:
+    connection.data_received(_chunk(b"a"))
+    connection.data_received(_chunk(b"b" * 300_000))
+    await asyncio.sleep(0.005)
+
+    assert not wire.reading
+    await connection.read()
+    assert wire.reading
+
+
+async def test_a_document_is_read_without_a_rest(connection: Connection, wire: Wire) -> None:
+    connection.moderate = False
+    for _ in range(5):
+        connection.data_received(_chunk(b"a"))
+
+    assert wire.reading
+
+
+async def test_a_connection_that_is_lost_while_it_rests_ends_its_reader(connection: Connection, wire: Wire) -> None:
+    connection.data_received(_chunk(b"a"))
+    connection.data_received(_chunk(b"b"))
+    connection.connection_lost(None)
+
+    assert await connection.read() == b"ab"
+    with pytest.raises(ConnectionClosed):
+        await connection.read()
+
+
+async def test_the_next_request_on_a_connection_is_read_without_a_rest(connection: Connection, wire: Wire) -> None:
+    connection.data_received(b"0\r\n\r\n")
+    connection.send(b"POST / HTTP/1.1\r\n\r\n", b"")
+
+    assert not connection.moderate
