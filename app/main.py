@@ -177,6 +177,7 @@ def create_app(
         metrics.counts,
         settings.first_token_timeout,
         purse=treasury.purse if treasury else None,
+        spill_after_ms=settings.spill_after_ms,
     )
     asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
     loads = _loads(policy, asking, prober)

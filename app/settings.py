@@ -192,6 +192,7 @@ class Settings(BaseSettings):
     request_timeout: Seconds = 1800.0
     connect_timeout: Seconds = 3.0
     first_token_timeout: Seconds = 600.0
+    spill_after_ms: Annotated[float, BeforeValidator(values.positive)] | None = None
     idle_timeout: Seconds = 300.0
     max_attempts: Annotated[int, _whole(1, hint="1 tries once and never again")] = 4
 

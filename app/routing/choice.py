@@ -42,12 +42,14 @@ class Choice:
         observer: Observer,
         queue_seconds: float,
         purse: Purse | None = None,
+        spill_after_ms: float | None = None,
     ) -> None:
         self._policy = policy
         self._admission = admission
         self._observer = observer
         self._queue_seconds = queue_seconds
         self._purse = purse
+        self._spill_after_ms = spill_after_ms
         self._choices = 0
 
     @property
@@ -112,6 +114,7 @@ class Choice:
 
     async def _in_order(self, plan: Plan) -> Attempt | None:
         """Tier by tier; waits where a tier is only full, but not for ever when there is another."""
+        plan.spill_seconds = self._spill_seconds(plan)
         for candidates in plan.tiers():
             try:
                 attempt = await self._in_tier(plan, candidates)
@@ -120,12 +123,30 @@ class Choice:
             else:
                 if attempt is not None:
                     return attempt
+        if plan.overloaded is not None and plan.spill_seconds is not None:
+            # The cloud did not take it: late is better than never.
+            plan.overloaded = plan.spill_seconds = None
+            return await self.among(plan, plan.local())
         if plan.overloaded is not None:
             raise plan.overloaded
         return None
 
+    def _spill_seconds(self, plan: Plan) -> float | None:
+        """How late the first token may be before the cloud is asked; None where it may not be for that."""
+        after = plan.route.spill_after_ms or self._spill_after_ms
+        if after is None or plan.cloud_refusal is not None or not plan.has_cloud():
+            return None
+        return after / 1000
+
     async def _in_tier(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
-        if self._purse is None or not candidates or not candidates[0].node.cloud:
+        if not candidates or not candidates[0].node.cloud:
+            job = self.job(plan)
+            if plan.spill_seconds is not None and job is not None:
+                predicted = self._policy.first_token_seconds(candidates, job)
+                if predicted is not None and predicted > plan.spill_seconds:
+                    raise _too_full()
+            return await self.among(plan, candidates)
+        if self._purse is None:
             return await self.among(plan, candidates)
         try:
             return await self._paid(plan, candidates[0], self._purse)
@@ -191,6 +212,8 @@ class Choice:
             raise plan.overloaded
         began = time.perf_counter()
         seconds = min(self._queue_seconds, plan.deadline - asyncio.get_running_loop().time())
+        if plan.spill_seconds is not None:
+            seconds = min(seconds, max(0.0, plan.spill_seconds - plan.trail.queued_seconds))
         try:
             slot = await self._admission.wait(
                 lambda: plan.like(candidates), seconds, lambda now: self._first_free(plan, now), job

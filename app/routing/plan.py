@@ -47,6 +47,7 @@ class Plan:
         self.too_long: RequestRefused | None = None  # what the first node said for whose context the prompt is too long
         self.committed = False
         self.job: Job | None = None  # made when a policy asks for it
+        self.spill_seconds: float | None = None  # the cloud is asked when the first token would be later than that
         self.progress: Progress | None = None  # on the node that was chosen while it waited
         self.cloud_refusal = trail.cloud_refusal = cloud_refusal(request, route)
         self._registry = registry

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable
 from math import exp, inf
 
+from app.domain import Operation, Request
 from app.routing.forecast import Forecast, Prediction, Progress
 from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
@@ -29,6 +30,8 @@ _EVICTION_PRICE = 1.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; then a node is given one request that is not much better elsewhere
 _UNSEEN_BONUS = 0.75
+
+_SOMETHING = Request("", Operation.CHAT, "", b"", {})  # for whoever asks without saying what for
 
 StartLoad = Callable[[Candidate, Job], None]
 
@@ -52,8 +55,9 @@ class ShortestExpectedDelay(Policy):
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         """Those that are worth to be asked now, best first; none when a wait is better."""
-        if job is None or not candidates or candidates[0].node.cloud:
+        if not candidates or candidates[0].node.cloud:
             return candidates
+        job = job or Job(_SOMETHING)
         forecast = self.forecast
         now = forecast.clock()
         demand = forecast.seat(candidates[0]).demand
@@ -225,9 +229,7 @@ class ShortestExpectedDelay(Policy):
         return _Rehearsal(self)
 
     def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
-        if job is None or not candidates:
-            return [{} for _ in candidates]
-        return [_terms(prediction) for prediction in self.explain(candidates, job)]
+        return [_terms(prediction) for prediction in self.explain(candidates, job or Job(_SOMETHING))]
 
     def first_token_seconds(self, candidates: list[Candidate], job: Job) -> float | None:
         if not candidates:
@@ -237,7 +239,7 @@ class ShortestExpectedDelay(Policy):
     def explain(self, candidates: list[Candidate], job: Job) -> list[Prediction]:
         """Every term for every candidate, in their order."""
         plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
-        best = min(each.prefill + each.decode for each in plain)
+        best = min((each.prefill + each.decode for each in plain), default=0.0)
         return [self.forecast.prediction(self.forecast.seat(candidate), job, best) for candidate in candidates]
 
 
@@ -248,8 +250,9 @@ class _Rehearsal(Policy):
         self._policy = policy
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
-        if job is None or not candidates or candidates[0].node.cloud:
+        if not candidates or candidates[0].node.cloud:
             return candidates
+        job = job or Job(_SOMETHING)
         scores = [score(prediction) for prediction in self._policy.explain(candidates, job)]
         return [candidates[place] for place in sorted(range(len(candidates)), key=scores.__getitem__)]
 
