@@ -259,7 +259,7 @@ class _Answer:
     async def drain(self) -> None:
         self.at_end = True
 
-    def began(self) -> None: ...
+    def began(self, *, stream: bool = True) -> None: ...
 
     def close(self) -> None:
         self._task.cancel()

@@ -15,6 +15,7 @@ from app.routing.work import DOUBT_SECONDS, Booking, Loading, Seat, Work, shown_
 
 Clock = Callable[[], float]
 
+_GUESS_SECONDS = 0.2
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
 _MODELS = 512  # of which demand is remembered
@@ -110,18 +111,25 @@ class Forecast:
             work.forget()
         seat.version = work.version
         seat.good_until = now + _GOOD_SECONDS
-        self._speeds(seat)
-        self._crowd(seat, now)
+        self._speeds(seat, now)
+        room = work.room(seat)
+        self._crowd(seat, room, now)
         self._load(seat, now)
-        seat.slot_wait = work.wait(seat, now)
+        seat.slot_wait = work.wait(room, now) if room <= len(work.promised) else 0.0
         seat.ready_at = now + max(seat.slot_wait, seat.load_wait)
 
-    def _speeds(self, seat: Seat) -> None:
+    def _speeds(self, seat: Seat, now: float) -> None:
         speed = seat.speed
-        seat.prefill_s = speed.prefill.value if speed.prefill.known else self._guess(seat, shown_prefill)
+        guess = now > seat.guess_until
+        if guess:
+            seat.guess_until = now + _GUESS_SECONDS
+        if speed.prefill.known:
+            seat.prefill_s = speed.prefill.value
+        elif guess:
+            seat.prefill_s = self._guess(seat, shown_prefill)
         if speed.decode.known:
             seat.alone_s, seat.crowding = speed.decode.line()
-        else:
+        elif guess:
             seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.crowding_guess()
 
     def _guess(self, seat: Seat, shown: Callable[[Seat], float | None]) -> float:
@@ -148,21 +156,23 @@ class Forecast:
         relative = power * len(powers) / sum(powers)
         return (speeds.prefill_guess if shown is shown_prefill else speeds.decode_guess)(seat.size, relative)
 
-    def _crowd(self, seat: Seat, now: float) -> None:
+    def _crowd(self, seat: Seat, room: float, now: float) -> None:
         work = seat.work
         there = len(work.bookings)
+        if not there:
+            seat.decode_s, seat.press, seat.rest = seat.alone_s, 0.0, 0.0
+            return
         crowding = seat.crowding
-        room = work.room(seat)
         beside = there if room > 0 else max(0, there - 1)
         seat.decode_s = seat.alone_s * (1 + crowding * beside)
         seat.press = beside * crowding / (1 + crowding * max(0, beside - 1))
-        seat.rest = sum(booking.left(now) for booking in work.bookings) / there if there else 0.0
+        seat.rest = sum([booking.left(now) for booking in work.bookings]) / there
 
     def _load(self, seat: Seat, now: float) -> None:
         seat.cold = False
         seat.load_wait = seat.toll = seat.share = 0.0
         if seat.warm:
-            for other in seat.work.seats.values():
+            for other in seat.work.seats.values() if len(seat.work.seats) > 1 else ():
                 if other.loading is not None and other.loading.blocks:
                     again = other.loading.blocks * self.load_seconds(seat)
                     seat.load_wait = max(seat.load_wait, other.loading.left(now) + again)
@@ -249,17 +259,23 @@ class Forecast:
         now = self.clock()
         seat = self.seat(candidate)
         work = seat.work
+        if seat.version < 0:
+            self.refresh(seat, now)
         booking = Booking(seat, job, now)
-        guess = self.prediction(seat, job)
-        tokens, _, _ = self.needs(seat.demand, job)
-        booking.fresh = guess.prefill / seat.prefill_s if seat.prefill_s else tokens
-        booking.hit = tokens - booking.fresh
-        booking.load_seconds = guess.load
-        booking.expected_first = guess.first_token
-        booking.decode_seconds = guess.decode
-        booking.waited_for_load = not seat.warm
-        if not seat.warm and seat.loading is None:
-            self._load_began(seat, Loading(now, guess.load, booking, work.in_memory()), now)
+        tokens, output, ratio = self.needs(seat.demand, job)
+        if job.chain:
+            for bits, size in seat.demand.prefixes.look_up(job.chain, job.sizes):
+                if bits & seat.held.bit:
+                    booking.hit = size * ratio
+                    break
+        booking.fresh = tokens - booking.hit
+        booking.decode_seconds = output * seat.decode_s
+        warm = seat.warm
+        booking.waited_for_load = not warm
+        ready = 0.0 if warm and work.room(seat) > 0 else max(seat.slot_wait, seat.load_wait)
+        booking.expected_first = ready + booking.fresh * seat.prefill_s
+        if not warm and seat.loading is None:
+            self._load_began(seat, Loading(now, seat.load_wait, booking, work.in_memory()), now)
         work.bookings[booking] = None
         if not job.stream:
             booking.running_before = work.tick(now)
@@ -279,13 +295,14 @@ class Forecast:
         if booking.began is not None or booking not in work.bookings:
             return False
         carried = booking.carries
-        room = work.room(seat)
+        grown = False
         booking.began = now
         seat.confirmed = work.node.loaded
         if booking.job.stream:
             booking.running_before = work.tick(now)
             work.running += 1
-            self._learn_slots(booking, now)
+            if work.node.spec.max_concurrency is None:
+                grown = self._learn_slots(booking, now)
             self._learn_first(booking, now)
         elif carried and seat.loading is not None:
             work.load_ended(seat.loading, seat.model, now)
@@ -295,7 +312,7 @@ class Forecast:
         work.version += 1
         if carried:
             self.on_look(work.node)
-        return carried or work.room(seat) > room
+        return carried or grown
 
     def _learn_first(self, booking: Booking, now: float) -> None:
         seat, work = booking.seat, booking.seat.work
@@ -319,10 +336,9 @@ class Forecast:
                 seat.held.had()
         seat.speed.prefilled(read, took)
 
-    def _learn_slots(self, booking: Booking, now: float) -> None:
+    def _learn_slots(self, booking: Booking, now: float) -> bool:
+        """True when the node has turned out to have more room."""
         seat, work = booking.seat, booking.seat.work
-        if work.node.spec.max_concurrency is not None:
-            return
         took = now - booking.placed
         reading = booking.fresh * seat.prefill_s
         late = took > _LATE * max(reading, booking.expected_first) + _LATE_SECONDS
@@ -330,10 +346,12 @@ class Forecast:
             since_end = now - work.ended_at
             if since_end <= _LATE * reading + _LATE_SECONDS:
                 self._met(seat)
-            return
-        alike = sum(other.seat is seat for other in work.bookings if other.runs)
+            return False
+        room = work.room(seat)
+        alike = len([other for other in work.bookings if other.runs and other.seat is seat])
         seat.slots.ran(alike)
         work.slots.ran(work.running)
+        return work.room(seat) > room
 
     def _met(self, seat: Seat) -> None:
         """A request began only when another ended: so many as ran then are all that run at once."""
@@ -349,8 +367,10 @@ class Forecast:
         seat, work = booking.seat, booking.seat.work
         if booking not in work.bookings:
             return
-        alike = sum(other.seat is seat for other in work.bookings if other.runs)
-        work.ended_at, work.ended_alike = now, (seat.model, alike)
+        work.ended_at = now
+        if work.node.spec.max_concurrency is None:
+            alike = len([other for other in work.bookings if other.runs and other.seat is seat])
+            work.ended_alike = (seat.model, alike)
         total = work.tick(now)
         if booking.runs:
             work.running -= 1

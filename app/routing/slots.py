@@ -28,11 +28,11 @@ class Slots:
         self._since = 0  # requests since the ceiling was met
         self._patience = _TRY_AGAIN_AFTER
 
-    def limit(self) -> float:
+    def limit(self, guessed: bool = True) -> float:
         """How many requests to give it at once."""
         if self.ceiling is not None:
             return self.ceiling + (self._since >= self._patience)
-        return max(_FIRST, 2 * self.proven) if self._careful else inf
+        return max(_FIRST, 2 * self.proven) if self._careful and guessed else inf
 
     def placed(self) -> None:
         self._since += 1

@@ -58,12 +58,14 @@ class Decode:
     all alike.
     """
 
-    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_line", "_weight", "_x", "_xx", "_xy", "_y")
 
     def __init__(self) -> None:
+        self._line: tuple[float, float] | None = None
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, seconds: float, others: float) -> None:
+        self._line = None
         self._weight = self._weight * _KEEP + 1
         self._x = self._x * _KEEP + others
         self._y = self._y * _KEEP + seconds
@@ -76,6 +78,11 @@ class Decode:
 
     def line(self) -> tuple[float, float]:
         """Seconds per token alone, and the share of them that each other stream adds. Ask only when `known`."""
+        if self._line is None:
+            self._line = self._fitted()
+        return self._line
+
+    def _fitted(self) -> tuple[float, float]:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = max(0.0, self._xx - self._weight * mean_x * mean_x)
         joint = self._xy - self._weight * mean_x * mean_y

@@ -55,7 +55,6 @@ class Booking:
         "fresh",
         "hit",
         "job",
-        "load_seconds",
         "placed",
         "running_before",
         "seat",
@@ -69,7 +68,7 @@ class Booking:
         self.began: float | None = None
         self.running_before = 0.0
         self.fresh = self.hit = 0.0  # tokens to read, and tokens believed to be cached
-        self.load_seconds = self.expected_first = self.decode_seconds = 0.0
+        self.expected_first = self.decode_seconds = 0.0
         self.waited_for_load = False
 
     @property
@@ -203,20 +202,19 @@ class Work:
 
     # -- slots
 
-    def room(self, seat: Seat) -> float:
-        """Requests that could start on the seat at once; none or less when it is full."""
+    def room(self, seat: Seat, *, guessed: bool = True) -> float:
+        """Requests that could start on the seat at once; none or less when it is full.
+
+        Without what is `guessed`, only what the operator says or requests have shown counts.
+        """
         given = self.node.spec.max_concurrency
         busy = self.node.in_flight_everywhere
         if given is not None:
             return given - busy
-        return min(self.slots.limit() - busy, seat.slots.limit() - seat.count)
+        return min(self.slots.limit(guessed) - busy, seat.slots.limit(guessed) - seat.count)
 
-    def wait(self, seat: Seat, now: float) -> float:
-        """Seconds until one more request could start on the seat, after those that wait for the node already."""
-        waiting = len(self.promised)
-        room = self.room(seat)
-        if room > waiting:
-            return 0.0
+    def wait(self, room: float, now: float) -> float:
+        """Seconds until one more request could start, with so much `room`, after those that wait for the node now."""
         ends = sorted(booking.left(now) for booking in self.bookings)
         limit = max(1, int(self.node.in_flight_everywhere + room))
         ends = ends[-limit:] + [0.0] * (limit - len(ends))
@@ -257,6 +255,7 @@ class Seat:
         "demand",
         "doubted_until",
         "good_until",
+        "guess_until",
         "held",
         "load_s",
         "load_wait",
@@ -294,6 +293,7 @@ class Seat:
         self.used_at = 0.0
         self.version = -1
         self.good_until = 0.0
+        self.guess_until = -1.0
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
         self.cold = False

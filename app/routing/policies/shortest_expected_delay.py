@@ -118,7 +118,8 @@ class ShortestExpectedDelay(Policy):
 
     def _only(self, candidates: list[Candidate], job: Job, now: float) -> list[Candidate]:
         seat = self.forecast.seat(candidates[0])
-        if seat.work.room(seat) > len(seat.work.promised):
+        # With nowhere else to go, only a limit that is known is a reason to wait here rather than there.
+        if seat.work.room(seat, guessed=False) > len(seat.work.promised):
             return candidates
         self._promise(job, seat, 1.0)
         return []
@@ -126,7 +127,7 @@ class ShortestExpectedDelay(Policy):
     def _worth_now(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> list[Candidate]:
         best, service, seat, _ = scores[0]
         if self._free(seat, job, now):
-            return [each[3] for each in scores if each[2] is seat or self._free(each[2], job, now)]
+            return [each[3] for each in scores]
         limit = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
         now_free = [each[3] for each in scores if each[0] <= limit and self._free(each[2], job, now)]
         if now_free:
