@@ -52,7 +52,7 @@ def _small(*models: str, **more: Any) -> Machine:
     return Machine(600, 15, 2, models, 12_000, 1, 18, **more)
 
 
-def _scenes() -> dict[str, Scene]:
+def scenes() -> dict[str, Scene]:
     five = ("chat", "code", "big", "vision", "tiny")
     equal = Machine(2500, 50, 4, ("chat", "code"), 30_000, 1, 9)
     return {
@@ -270,9 +270,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-hints", action="store_true")
     parser.add_argument("-v", action="store_true")
     args = parser.parse_args(argv)
-    scenes = _scenes()
+    known = scenes()
     for name in args.clusters.split(","):
-        scene = random_scene(int(name.removeprefix("random"))) if name.startswith("random") else scenes[name]
+        scene = random_scene(int(name.removeprefix("random"))) if name.startswith("random") else known[name]
         for policy in args.policies.split(","):
             if policy == "placed" and not scene.placement:
                 continue
