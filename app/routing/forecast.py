@@ -15,6 +15,7 @@ from app.routing.work import DOUBT_SECONDS, Booking, Loading, Seat, Work, shown_
 
 Clock = Callable[[], float]
 
+LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _GUESS_SECONDS = 0.2
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
@@ -221,8 +222,11 @@ class Forecast:
     def _alone(self, seat: Seat) -> float:
         return seat.speed.decode.line()[0] if seat.speed.decode.known else self._guess(seat, shown_decode)
 
-    def prediction(self, seat: Seat, job: Job, best_service: float | None = None) -> Prediction:
-        """Every term for one request on one seat. `best_service` is that of the best seat, for cold ones."""
+    def prediction(
+        self, seat: Seat, job: Job, best_service: float | None = None, elsewhere: bool = False
+    ) -> Prediction:
+        """Every term for one request on one seat. For cold ones, `best_service` is that of the best seat, and
+        `elsewhere` says whether another has the model in memory, or soon."""
         now = self.clock()
         if seat.version != seat.work.version or now > seat.good_until:
             self.refresh(seat, now)
@@ -240,7 +244,7 @@ class Forecast:
             decode=decode,
             crowding=seat.press * min(service, seat.rest),
             eviction=seat.toll,
-            investment=min(seat.share * worse, seat.load_s) if seat.cold else 0.0,
+            investment=investment(seat, worse, elsewhere) if seat.cold else 0.0,
         )
 
     def needs(self, demand: Demand, job: Job) -> tuple[float, float, float]:
@@ -475,6 +479,15 @@ class Progress:
     def carries(self) -> bool:
         """Whether the request makes the node load the model."""
         return self.booking.carries
+
+
+def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
+    """What a load here costs later requests, compared with the best place; never more than to move once.
+
+    A second load has a price of its own, or two would be started where one is nearly as good.
+    """
+    later = min(seat.share * worse, seat.load_s)
+    return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 
 def _believable(timings: Timings | None, whole: float) -> Timings | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from math import exp, inf
 
 from app.domain import Operation, Request
-from app.routing.forecast import Forecast, Prediction, Progress
+from app.routing.forecast import LOAD_PRICE, Forecast, Prediction, Progress, investment
 from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate, Node
@@ -25,7 +25,6 @@ _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
 _LOAD_PATIENCE = 1.5  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
-_LOAD_PRICE = 0.5  # of the time that a load takes, which must have been lost before one is started beforehand
 _EVICTION_PRICE = 1.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; then a node is given one request that is not much better elsewhere
@@ -106,8 +105,11 @@ class ShortestExpectedDelay(Policy):
                 score *= _UNSEEN_BONUS
             scores.append((score, service, seat, candidate))
         if cold:
+            elsewhere = any(not each[2].cold for each in scores)
             scores = [
-                (score + _investment(seat, service - shortest), service, seat, candidate) if seat.cold else each
+                (score + investment(seat, service - shortest, elsewhere), service, seat, candidate)
+                if seat.cold
+                else each
                 for each in scores
                 for score, service, seat, candidate in (each,)
             ]
@@ -192,7 +194,7 @@ class ShortestExpectedDelay(Policy):
         load_seconds = self.forecast.load_seconds
         ahead = max(each[2].share for each in scores)
         _, best_cold = min(
-            (each[1] * ahead + _LOAD_PRICE * load_seconds(each[2]) + _EVICTION_PRICE * each[2].toll, place)
+            (each[1] * ahead + LOAD_PRICE * load_seconds(each[2]) + _EVICTION_PRICE * each[2].toll, place)
             for place, each in enumerate(scores)
             if each[2].cold
         )
@@ -206,7 +208,7 @@ class ShortestExpectedDelay(Policy):
         demand.regret_at = now
         loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
         demand.regret += loss
-        price = _LOAD_PRICE * load_seconds(seat) + _EVICTION_PRICE * seat.toll
+        price = LOAD_PRICE * load_seconds(seat) + _EVICTION_PRICE * seat.toll
         if demand.regret > price:
             demand.regret = 0.0
             seat.work.wanted = (candidate, job, now + _WANTED_LOADS * load_seconds(seat))
@@ -240,8 +242,10 @@ class ShortestExpectedDelay(Policy):
     def explain(self, candidates: list[Candidate], job: Job) -> list[Prediction]:
         """Every term for every candidate, in their order."""
         plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
+        seats = [self.forecast.seat(candidate) for candidate in candidates]
         best = min((each.prefill + each.decode for each in plain), default=0.0)
-        return [self.forecast.prediction(self.forecast.seat(candidate), job, best) for candidate in candidates]
+        elsewhere = any(not seat.cold for seat in seats)
+        return [self.forecast.prediction(seat, job, best, elsewhere) for seat in seats]
 
 
 class _Rehearsal(Policy):
@@ -266,12 +270,6 @@ def score(prediction: Prediction) -> float:
 def _terms(prediction: Prediction) -> Terms:
     terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
     return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
-
-
-def _investment(seat: Seat, worse: float) -> float:
-    """What a load here costs later requests, compared with the best place; never more than to move once."""
-    later = seat.share * worse
-    return later if later < seat.load_s else seat.load_s
 
 
 def _score(each: tuple[float, float, Seat, Candidate]) -> float:
