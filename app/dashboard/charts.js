@@ -111,7 +111,7 @@ export class Lines extends Chart {
   }
 
   highest() {
-    return Math.max(1, ...this.series.flatMap(({ key }) => this.data[key]).filter((value) => value !== null));
+    return Math.max(30, ...this.series.flatMap(({ key }) => this.data[key]).filter((value) => value !== null));
   }
 
   marks() {
@@ -133,7 +133,7 @@ export class Bars extends Chart {
     const sums = this.data[this.series[0].key].map((_, place) =>
       this.series.reduce((sum, { key }) => sum + this.data[key][place], 0),
     );
-    return Math.max(1, ...sums);
+    return Math.max(3, ...sums);
   }
 
   marks() {

@@ -30,9 +30,9 @@ export function dollars(value) {
 export function percent(share) {
   if (share === null || share === undefined) return NONE;
   const rounded = Math.round(share * 100);
-  if (rounded === 100 && share < 1) return "99.9 %";
-  if (rounded === 0 && share > 0) return "0.1 %";
-  return `${rounded} %`;
+  if (rounded === 100 && share < 1) return "99.9\u00a0%";
+  if (rounded === 0 && share > 0) return "0.1\u00a0%";
+  return `${rounded}\u00a0%`;
 }
 
 export const gigabytes = (bytes) => {

@@ -90,6 +90,6 @@ export class Tiles {
 
 /** "182 ms" as figure and unit. */
 function split(text) {
-  const place = text.indexOf(" ");
+  const place = text.search(/[ \u00a0]/);
   return place < 0 ? [text, ""] : [text.slice(0, place), text.slice(place + 1)];
 }

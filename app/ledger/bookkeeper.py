@@ -67,32 +67,32 @@ class Bookkeeper:
         local = trail.tier == LOCAL_TIER and bool(trail.node)
         served = local and outcome is Outcome.OK
         ms = round(trail.seconds() * 1000)
+        first_content = trail.first_content
+        # By position, as names would cost as much as all else here.
         row = RequestRow(
-            id=trail.row,
-            request_id=request_id,
-            at=time.time_ns() // 1_000_000 - ms,
-            instance=self._instance,
-            key=request.caller.id,
-            operation=operation,
-            route=trail.route,
-            model=trail.model,
-            node=trail.node,
-            tier=trail.tier,
-            outcome=outcome,
-            code=_code(error),
-            fallback=trail.fallback,
-            attempts=trail.tried,
-            tokens_in=usage.prompt_tokens,
-            tokens_out=usage.completion_tokens,
-            tokens_cached=usage.cached_tokens,
-            estimated=estimated,
-            cost=trail.cost + (self._local_cost(trail, usage) if local else 0),
-            saved=self._saved(request.model, usage) if served else 0,
-            queued_ms=round(trail.queued_seconds * 1000),
-            first_content_ms=None
-            if trail.first_content is None
-            else round((trail.first_content - trail.started) * 1000),
-            ms=ms,
+            trail.row,
+            request_id,
+            time.time_ns() // 1_000_000 - ms,
+            self._instance,
+            request.caller.id,
+            operation,
+            trail.route,
+            trail.model,
+            trail.node,
+            trail.tier,
+            outcome,
+            _code(error),
+            trail.fallback,
+            trail.tried,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            estimated,
+            trail.cost + (self._local_cost(trail, usage) if local else 0),
+            self._saved(request.model, usage) if served else 0,
+            round(trail.queued_seconds * 1000),
+            None if first_content is None else round((first_content - trail.started) * 1000),
+            ms,
         )
         self._log.add(row)
         self._on_row(row)

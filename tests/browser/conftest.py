@@ -6,7 +6,8 @@ import shutil
 from collections.abc import AsyncIterator
 
 import pytest
-from playwright.async_api import Browser
+import pytest_asyncio
+from playwright.async_api import Browser, expect
 
 from tests.browser.browsing import CHROMIUM, Tab, browser, tab
 
@@ -15,15 +16,17 @@ from tests.browser.browsing import CHROMIUM, Tab, browser, tab
 def chromium_is_there() -> None:
     if shutil.which(CHROMIUM) is None:
         pytest.skip(f"there is no {CHROMIUM} (Debian: apt-get install chromium)")
+    expect.set_options(timeout=10_000)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium() -> AsyncIterator[Browser]:
+    """One for all tests of a module, which share its event loop: each of them has a tab of its own."""
     async with browser() as opened:
         yield opened
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def page(chromium: Browser) -> AsyncIterator[Tab]:
     """A tab on a desktop."""
     async with tab(chromium) as opened:

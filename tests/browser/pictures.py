@@ -126,8 +126,8 @@ async def _take(seconds: float) -> None:
 
 async def _picture_all(opened: Browser, gateway: GatewayProcess, home: House, seconds: float) -> None:
     sizes: dict[str, dict[str, Any]] = {
-        "dashboard": {"viewport": {"width": 1280, "height": 1010}},
-        "dashboard-dark": {"viewport": {"width": 1280, "height": 1010}, "color_scheme": "dark"},
+        "dashboard": {"viewport": {"width": 1280, "height": 1040}},
+        "dashboard-dark": {"viewport": {"width": 1280, "height": 1040}, "color_scheme": "dark"},
         "dashboard-phone": {"viewport": {**PHONE, "height": 1400}},
     }
     async with AsyncExitStack() as stack:
@@ -142,7 +142,7 @@ async def _picture_all(opened: Browser, gateway: GatewayProcess, home: House, se
         for name, each in tabs.items():
             await each.card("laptop").get_by_text("Down").wait_for()
             path = PICTURES / f"{name}.png"
-            await each.page.screenshot(path=path)
+            await each.page.screenshot(path=path, animations="disabled")
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")
             assert not each.complaints, each.complaints
 

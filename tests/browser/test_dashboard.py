@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from tests.browser.browsing import PHONE, Tab, tab
-from tests.fakes import FakeCloud, FakeOllama, FakeVLLM, Model
+from tests.fakes import FakeCloud, FakeNode, FakeOllama, FakeVLLM, Model
 from tests.system.gateway_process import ROOT, GatewayProcess
-from tests.system.harness import gateway, node_settings
+from tests.system.harness import Gateway, gateway, node_settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KEY = "an-admin-key"
 CLOUD_KEY = "sk-cloud-key-for-tests-0001"
@@ -25,17 +29,27 @@ def _cloud(cloud: FakeCloud) -> dict[str, Any]:
     return {"cloud_endpoint": f"{cloud.url}/v1", "cloud_api_key": CLOUD_KEY, "cloud_model": "gpt-4o-mini"}
 
 
+@asynccontextmanager
+async def shown(page: Tab, *nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[Gateway]:
+    """A gateway whose dashboard is open."""
+    async with gateway(*nodes, **settings) as hearth:
+        await page.open(hearth.url)
+        try:
+            yield hearth
+        finally:
+            await page.page.goto("about:blank")  # or the gateway would wait for its viewer
+
+
 async def test_it_shows_nodes_and_who_served_a_request(page: Tab) -> None:
-    async with FakeOllama([Model("m", size=6_200_000_000)]) as ollama, FakeVLLM(["big"]) as vllm:
-        async with gateway(ollama, vllm) as hearth:
-            await page.open(hearth.url)
+    async with FakeOllama([Model("m:latest", size=6_200_000_000)]) as ollama, FakeVLLM(["big"]) as vllm:
+        async with shown(page, ollama, vllm) as hearth:
             await page.live()
             await hearth.chat("m", stream=True)
 
             row = page.page.get_by_role("row").filter(has=page.page.get_by_role("cell", name="n0 local"))
             await expect(row).to_contain_text("only candidate")
             await expect(page.card("n0")).to_contain_text("Healthy")
-            await expect(page.card("n0")).to_contain_text("m 6.2 GB")
+            await expect(page.card("n0")).to_contain_text("m:latest 6.2 GB")
             await expect(page.card("n1")).to_contain_text("vllm")
             assert page.complaints == []
             assert page.asked == {hearth.url}
@@ -43,8 +57,7 @@ async def test_it_shows_nodes_and_who_served_a_request(page: Tab) -> None:
 
 async def test_it_says_why_the_cloud_served(page: Tab) -> None:
     async with FakeOllama(["m"]) as node, FakeCloud() as cloud:
-        async with gateway(node, **_cloud(cloud), breaker_fail_max=0) as hearth:
-            await page.open(hearth.url)
+        async with shown(page, node, **_cloud(cloud), breaker_fail_max=0) as hearth:
             await page.live()
             node.crash()
             await hearth.chat("m")
@@ -55,8 +68,7 @@ async def test_it_says_why_the_cloud_served(page: Tab) -> None:
 
 async def test_a_node_that_goes_down_is_shown_within_three_seconds(page: Tab) -> None:
     async with FakeOllama(["m"]) as node:
-        async with gateway(node, health_check_interval=1) as hearth:
-            await page.open(hearth.url)
+        async with shown(page, node, health_check_interval=1):
             await expect(page.card("n0")).to_contain_text("Healthy")
             node.crash()
             began = time.monotonic()
@@ -68,6 +80,7 @@ async def test_a_node_that_goes_down_is_shown_within_three_seconds(page: Tab) ->
             assert page.complaints == []
 
 
+@pytest.mark.timeout(120)
 async def test_it_survives_a_restart_of_the_gateway(page: Tab, tmp_path: Path) -> None:
     async with FakeOllama(["m"]) as node:
         settings: dict[str, Any] = {"local_nodes": node_settings(node), "admin_keys": KEY}
@@ -92,8 +105,7 @@ async def test_it_survives_a_restart_of_the_gateway(page: Tab, tmp_path: Path) -
 
 async def test_with_admin_keys_it_wants_one(page: Tab) -> None:
     async with FakeOllama(["m"]) as node:
-        async with gateway(node, admin_keys=KEY) as hearth:
-            await page.open(hearth.url)
+        async with shown(page, node, admin_keys=KEY):
             field = page.page.get_by_label("Admin key")
             await field.fill("wrong")
             await field.press("Enter")
@@ -114,8 +126,7 @@ async def test_with_admin_keys_it_wants_one(page: Tab) -> None:
 
 async def test_its_buttons_drain_and_enable_by_keyboard(page: Tab) -> None:
     async with FakeOllama(["m"]) as first, FakeOllama(["m"]) as second:
-        async with gateway(first, second) as hearth:
-            await page.open(hearth.url)
+        async with shown(page, first, second) as hearth:
             await page.live()
             await _tab_to(page, "Drain n1")
             await page.page.keyboard.press("Enter")
@@ -147,8 +158,7 @@ async def test_it_can_be_used_by_everybody(chromium: Browser, scheme: Any) -> No
 
 async def test_pausing_holds_the_requests_still(page: Tab) -> None:
     async with FakeOllama(["m"]) as node:
-        async with gateway(node) as hearth:
-            await page.open(hearth.url)
+        async with shown(page, node) as hearth:
             await page.live()
             await page.page.get_by_role("button", name="Pause").click()
             await hearth.chat("m")
@@ -161,14 +171,13 @@ async def test_pausing_holds_the_requests_still(page: Tab) -> None:
 
 async def test_its_policy_forbids_what_it_does_not_need(page: Tab) -> None:
     """The policy works: a script that somebody got into the page would not run."""
-    async with gateway() as hearth:
-        await page.open(hearth.url)
+    async with shown(page):
         await page.live()
         with pytest.raises(Exception, match="TrustedHTML"):
             await page.page.evaluate("document.body.innerHTML = '<img src=x onerror=alert(1)>'")
 
 
-def test_every_file_of_the_page_is_small_and_its_own() -> None:
+async def test_every_file_of_the_page_is_small_and_its_own() -> None:
     files = {path.name: path.read_text() for path in (ROOT / "app" / "dashboard").iterdir()}
 
     assert sum(map(len, files.values())) < 80_000

@@ -291,6 +291,25 @@ async def test_a_full_node_is_waited_for() -> None:
             assert document["error"] is None
 
 
+async def test_the_cloud_is_asked_when_full_nodes_stay_full() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    async with FakeOllama(models=["m"], token_seconds=0.2, tokens=50) as node, FakeCloud(api_key=KEY) as cloud:
+        spec = json.dumps([{"url": node.url, "kind": "ollama", "name": "n0", "max_concurrency": 1}])
+        target = json.dumps([{"name": "c0", "endpoint": cloud.url + "/v1", "api_key": KEY, "model": "gpt-4o-mini"}])
+        async with gateway(local_nodes=spec, cloud_providers=target, first_token_timeout=0.2) as hearth:
+            site = Site(hearth, node, node, cloud)
+            await hearth.state("n0", "healthy")
+            async with hearth.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
+                assert stream.status_code == 200
+                before, after = await site.explain(body), await site.happened(body)
+
+            assert [(step["node"], step["fallback"]) for step in before["order"]] == [
+                ("n0", None),
+                ("c0", "overloaded"),
+            ]
+            assert (after["node"], after["fallback"]) == ("c0", "overloaded")
+
+
 async def test_budgets_are_shown_with_what_is_spent(tmp_path: Path) -> None:
     async with FakeCloud(api_key=KEY) as cloud:
         target = {"name": "c0", "endpoint": cloud.url + "/v1", "api_key": KEY, "budget_usd": 5, "price": 1}

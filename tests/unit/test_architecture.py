@@ -14,7 +14,7 @@ APP = Path(__file__).parents[2] / "app"
 MODULES = sorted(APP.rglob("*.py"))
 
 MIGRATIONS = {str(path.relative_to(APP)) for path in (APP / "ledger" / "migrations").rglob("*.py")}
-LEDGER = {f"ledger/{name}.py" for name in ("tables", "store", "database", "statements", "keys", "usage")}
+LEDGER = {f"ledger/{name}.py" for name in ("tables", "store", "database", "statements", "keys", "usage", "inspection")}
 
 # A package on the right may be imported by the modules on the left alone.
 ALONE = {
@@ -24,11 +24,14 @@ ALONE = {
     "tenacity": {"routing/retry.py"},
     "pydantic_settings": {"settings.py"},
     "prometheus_client": {"telemetry/process.py"},
+    "opentelemetry": {"telemetry/traces.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "commands/gateway.py"},
+    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "commands/gateway.py", "doctor/calls.py"},
     "uvicorn": {"server.py"},
-    "typer": {f"commands/{name}.py" for name in ("terminal", "gateway", "keys", "usage", "explain")},
-    "rich": {"commands/terminal.py"},
+    "typer": {
+        f"commands/{name}.py" for name in ("terminal", "gateway", "keys", "usage", "explain", "doctor", "nodes", "top")
+    },
+    "rich": {"commands/terminal.py", "commands/frames.py"},
     "sqlalchemy": LEDGER | MIGRATIONS,
     "alembic": MIGRATIONS,
     "asyncpg": {"ledger/database.py"},
@@ -94,3 +97,12 @@ def test_domain_knows_only_the_standard_library() -> None:
 
 def test_every_kind_of_node_can_be_named_in_the_settings() -> None:
     assert set(LOCAL_KINDS) == {name for name, kind in KINDS.items() if not kind.cloud}
+
+
+@pytest.mark.parametrize("path", sorted((APP / "doctor").glob("judge_*.py")), ids=lambda path: path.name)
+def test_the_doctor_judges_what_others_have_gathered(path: Path) -> None:
+    gathering = {"asyncio", "httpx", "socket", "os", "app.settings"} | {
+        f"app.doctor.{name}" for name in ("calls", "places", "stores", "machine", "checkup")
+    }
+
+    assert not gathering & _imports(path)

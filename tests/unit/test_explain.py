@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.domain import NodeState, Operation, Request, Role
@@ -51,10 +51,19 @@ states = st.tuples(
 )
 
 
-@given(states, st.booleans())
-def test_there_are_reasons_exactly_when_a_node_is_left_out(state: Any, tried: bool) -> None:
+class _Pairing:
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
+
+    def serves_alone(self, node: Node) -> bool:
+        return self._alone
+
+
+@settings(deadline=None)
+@given(states, st.booleans(), st.sampled_from([None, _Pairing(True), _Pairing(False)]))
+def test_there_are_reasons_exactly_when_a_node_is_left_out(state: Any, tried: bool, pairing: _Pairing | None) -> None:
     made = _in_state(*state)
-    plan = Plan(LONG, Route("r", local="m"), Registry([made]), Trail(), 1000.0)
+    plan = Plan(LONG, Route("r", local="m"), Registry([made]), Trail(), 1000.0, pairing)
     candidate = plan.candidate(made)
     assert candidate is not None
     if tried:
@@ -88,8 +97,7 @@ def test_a_rehearsal_leaves_the_policy_where_it_was(make: Callable[[], Policy]) 
             real[0].node.latencies.append(random.Random(turn).random())
 
         assert real == expected
-        if not (hasattr(watched, "_uniform") or hasattr(watched, "_arrival")):
-            assert rehearsed == [real] * 3
+        assert rehearsed == [real] * 3
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)

@@ -299,6 +299,19 @@ def test_settings_do_not_show_secrets() -> None:
         ("--serving-strategy", "Serve", "SERVING_STRATEGY: 'Serve' is not one of Hybrid, DistServe"),
         ("--migration-protocol", "UDP", "MIGRATION_PROTOCOL: 'UDP' is not one of RDMA, NVLINK, TCP"),
         ("--link-type", "ethernet", "LINK_TYPE: 'ethernet' is not one of RoCE, IB"),
+        (
+            "--otel-exporter-otlp-endpoint",
+            "localhost:4318",
+            "OTEL_EXPORTER_OTLP_ENDPOINT: 'localhost:4318' is not an http",
+        ),
+        (
+            "--otel-exporter-otlp-headers",
+            "x-api-key",
+            "OTEL_EXPORTER_OTLP_HEADERS: is not a list such as x-api-key=KEY",
+        ),
+        ("--otel-exporter-otlp-headers", "x-api-key=,a=b", "OTEL_EXPORTER_OTLP_HEADERS: is not a list"),
+        ("--otel-traces-sampler", "sometimes", "OTEL_TRACES_SAMPLER: 'sometimes' is not one of parentbased_always_on"),
+        ("--otel-traces-sampler-arg", "25", "OTEL_TRACES_SAMPLER_ARG: '25' is not a share"),
     ],
 )
 def test_bad_values_are_refused(flag: str, value: str | None, said: str) -> None:
@@ -1038,3 +1051,32 @@ def test_the_examples_in_the_example_load() -> None:
     assert load_settings(["--model-map", route]).routes_config()
     assert len(json.loads(provider)) == 1
     assert load_settings(["--cloud-prices", prices]).cloud_prices
+
+
+def test_traces_are_set_by_opentelemetrys_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318/")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-api-key={KEY},x-team=a")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.1")
+
+    settings = load_settings()
+
+    assert settings.otel_exporter_otlp_endpoint == "http://collector:4318"
+    assert settings.otel_exporter_otlp_headers is not None
+    assert settings.otel_exporter_otlp_headers.get_secret_value() == f"x-api-key={KEY},x-team=a"
+    assert (settings.otel_service_name, settings.otel_traces_sampler_arg, settings.trace_prompts) == (
+        "hearth",
+        0.1,
+        False,
+    )
+    assert KEY not in repr(settings)
+
+
+def test_no_traces_are_made_unless_somebody_takes_them() -> None:
+    assert load_settings().otel_exporter_otlp_endpoint is None
+
+
+def test_the_port_of_grpc_is_warned_of() -> None:
+    (warning,) = load_settings(["--otel-exporter-otlp-endpoint", "http://collector:4317"]).warnings
+
+    assert warning == "OTEL_EXPORTER_OTLP_ENDPOINT names gRPC's port; traces go over HTTP, mostly to port 4318"

@@ -41,7 +41,7 @@ class MinObservedLatency(Policy):
 
     def rehearsal(self) -> MinObservedLatency:
         other = MinObservedLatency()
-        other._tries = self._tries.copy()
+        other._uniform, other._tries = self._uniform, self._tries.copy()
         return other
 
     def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:

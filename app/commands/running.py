@@ -1,0 +1,177 @@
+"""The running gateway as the commands see it: where it is, which key it wants, and what it answers.
+
+`http.client` and not an HTTP library: a command must start at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from app.commands import terminal
+from app.commands.terminal import Refused
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+KEY_VARIABLE = "HEARTH_ADMIN_KEY"
+
+_SECONDS = 5.0
+_ANSWER_BYTES = 64 * 2**20
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACKS = ("localhost", "127.0.0.1", "::1")
+_EVENT = b"data: "
+
+
+class Unreachable(Refused):
+    """There is no gateway at the address now."""
+
+
+class Gateway:
+    """One gateway. Every method raises `Refused` with one line that says what to do."""
+
+    def __init__(self, url: str, key: str | None = None, certificate: str | None = None) -> None:
+        """`certificate` is the one file that the gateway's own must be in; None = what the system trusts."""
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+        try:
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError:
+            raise Refused(f"{url} is not a URL such as http://127.0.0.1:8000") from None
+        if parts.scheme not in ("http", "https") or not self._host:
+            raise Refused(f"{url} is not a URL such as http://127.0.0.1:8000")
+        self._tls = _trusting(certificate) if parts.scheme == "https" else None
+        self._path = parts.path.rstrip("/")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    def get(self, path: str) -> Any:
+        return self._document("GET", path)
+
+    def post(self, path: str) -> Any:
+        return self._document("POST", path)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Snapshots as they come, until the gateway ends the stream."""
+        with closing(self._connection()) as connection:
+            answer = self._answer(connection, "GET", "/admin/events")
+            try:
+                while line := answer.readline():
+                    if line.startswith(_EVENT):
+                        yield json.loads(line[len(_EVENT) :])
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise self._unreachable(error) from error
+
+    def _document(self, method: str, path: str) -> Any:
+        with closing(self._connection()) as connection:
+            answer = self._answer(connection, method, path)
+            try:
+                return json.loads(answer.read(_ANSWER_BYTES))
+            except (OSError, http.client.HTTPException) as error:
+                raise self._unreachable(error) from error
+            except ValueError:
+                raise self._no_gateway() from None
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls is not None:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
+
+    def _answer(self, connection: http.client.HTTPConnection, method: str, path: str) -> http.client.HTTPResponse:
+        try:
+            connection.request(method, self._path + path, headers=self._headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        if answer.status != http.client.OK:
+            raise self._refusal(answer)
+        return answer
+
+    def _refusal(self, answer: http.client.HTTPResponse) -> Refused:
+        try:
+            said = json.loads(answer.read(2**20))["error"]["message"]
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return self._no_gateway()
+        if answer.status == http.client.UNAUTHORIZED:
+            return Refused(f"{self.url} wants an admin key: give --key, or set {KEY_VARIABLE} or ADMIN_KEYS")
+        if answer.status == http.client.SERVICE_UNAVAILABLE:
+            return Unreachable(f"{self.url}: {said}")
+        return Refused(f"{self.url}: {said}")
+
+    def _unreachable(self, error: Exception) -> Refused:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = error.verify_message.rstrip(".")
+            return Refused(
+                f"the certificate of {self.url} is not trusted: {why}; name its authority's in SSL_CERT_FILE"
+            )
+        if isinstance(error, ssl.SSLError):
+            return Refused(f"{self.url} does not speak TLS; begin the url with http://")
+        return Unreachable(f"no gateway answers at {self.url}: start it with `python -m app serve`, or give --url")
+
+    def _no_gateway(self) -> Refused:
+        return Refused(f"what answers at {self.url} is no Hearth; give --url, or set PORT")
+
+
+def quoted(name: str) -> str:
+    """A node's name as a part of a path."""
+    return quote(name, safe="")
+
+
+def the_gateway(url: str | None, key: str | None) -> Gateway:
+    """What `--url` and `--key` mean, and what the environment and the settings say where they are absent.
+
+    The settings' own keys go to this machine alone. Settings are read only when they are needed: that takes a while.
+    """
+    key = key or os.environ.get(KEY_VARIABLE) or None
+    if url is not None and (key is not None or not _is_loopback(url)):
+        return Gateway(url, key)
+    settings = terminal.settings()
+    if key is None and settings.admin_keys:
+        key = settings.admin_keys[0].get_secret_value()
+    if url is not None:
+        return Gateway(url, key)
+    return Gateway(own_url(settings), key, str(settings.ssl_certfile) if settings.ssl_certfile else None)
+
+
+def own_url(settings: Settings) -> str:
+    """Where this machine reaches the gateway of these settings."""
+    host = _ANYWHERE.get(settings.host, settings.host)
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def one_line(value: object) -> str:
+    """Text of somebody else, safe for a terminal: names may hold what would steer it."""
+    return "".join(character if character.isprintable() else "?" for character in str(value))
+
+
+def figure(values: Mapping[str, Any], name: str) -> float:
+    """A number of a gateway that may be older or newer than this command; 0 where there is none."""
+    value = values.get(name)
+    return value if isinstance(value, (int, float)) else 0
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        return urlsplit(url if "://" in url else f"http://{url}").hostname in _LOOPBACKS
+    except ValueError:
+        return False
+
+
+def _trusting(certificate: str | None) -> ssl.SSLContext:
+    if certificate is None:
+        return ssl.create_default_context()
+    # Exactly this certificate is believed, under whatever name, and no authority.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(certificate)
+    except (OSError, ssl.SSLError):
+        raise Refused(f"SSL_CERTFILE: {certificate} cannot be read") from None
+    return context
