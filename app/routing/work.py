@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 
-DOUBT_SECONDS = 1.5  # for which nobody is sent to a model that may just have been driven out, until the node says
+DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
 _SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
 _LATE_SECONDS = 0.05
