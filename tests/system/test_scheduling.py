@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -31,19 +32,21 @@ async def test_a_model_is_loaded_once_however_many_wait_for_it(stream: bool) -> 
 
 
 async def test_a_load_goes_on_for_others_when_the_client_that_caused_it_leaves() -> None:
-    async with FakeOllama(models=["m"], load_seconds=0.8) as one, FakeOllama(models=["m"], load_seconds=0.8) as two:
+    async with FakeOllama(models=["m"], load_seconds=1.5) as one, FakeOllama(models=["m"], load_seconds=1.5) as two:
         async with gateway(one, two) as hearth:
+            began = time.monotonic()
             async with RawClient(hearth.url) as first:
                 await first.ask()
                 await until(lambda: one.open + two.open == 1, "the first one's load is under way")
-                second = asyncio.create_task(hearth.chat())
-                await asyncio.sleep(0.2)
+                second = asyncio.create_task(hearth.chat(max_tokens=5))
+                await asyncio.sleep(1.0)
             asked = len(one.inferences) + len(two.inferences)
 
             answer = await second
 
             assert asked == 1
             assert read(answer).whole
+            assert time.monotonic() - began < 2.3  # a load that began anew would end at 2.5
             assert _loads(one, two) == 1
             await until(lambda: hearth_idle(hearth), "all is settled")
 
@@ -79,9 +82,9 @@ async def test_a_node_that_comes_back_takes_those_who_wait() -> None:
         back.behave(Behaviour.REFUSE)
         async with gateway(local_nodes=node_settings(busy, back, max_concurrency=1)) as hearth:
             await hearth.state("n1", "down")
-            stuck = asyncio.create_task(hearth.chat())
+            stuck = asyncio.create_task(hearth.chat(max_tokens=5))
             await until(lambda: busy.open == 1, "one node is busy")
-            waiting = asyncio.create_task(hearth.chat())
+            waiting = asyncio.create_task(hearth.chat(max_tokens=5))
             await asyncio.sleep(0.1)
             assert not back.inferences
 
@@ -113,7 +116,7 @@ async def _spilled(after: float | None, hold: float, **more: Any) -> tuple[str, 
         async with gateway(
             local_nodes=node_settings(node, max_concurrency=1), cloud_providers=json.dumps([target]), **settings
         ) as hearth:
-            first = asyncio.create_task(hearth.chat())
+            first = asyncio.create_task(hearth.chat(max_tokens=5))
             await until(lambda: node.open == 1, "the node is busy")
             answer = await hearth.chat(**more)
             await first
