@@ -270,6 +270,7 @@ _ROUTE_READERS: Readers = {
     "cloud": _cloud_name,
     "local_only": flag,
     "num_ctx": _at_least_one,
+    "spill_after_ms": positive,
     **_BUDGET_READERS,
 }
 

@@ -164,6 +164,14 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
 
 
+class Timings(NamedTuple):
+    """Seconds that a node says it took for the parts of one answer; None where it does not say."""
+
+    load: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+
+
 class Request(NamedTuple):
     """One client request, checked. Never changed: the next attempt may go to another kind of node."""
 

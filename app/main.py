@@ -46,10 +46,12 @@ from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
 from app.routing.explain import Explainer
 from app.routing.links import Links
+from app.routing.loads import Loads
 from app.routing.membership import Membership
 from app.routing.node_store import NodeStore
 from app.routing.pairs import Pairs
-from app.routing.policies import POLICIES
+from app.routing.policies import POLICIES, Policy
+from app.routing.policies.shortest_expected_delay import ShortestExpectedDelay
 from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
 from app.routing.routes import Routes
@@ -107,8 +109,9 @@ def create_app(
     sink = sink or open_writer()
     log = make_logger(sink, settings.log_level, settings.log_format)
     phase = Phase()
+    policy = POLICIES[settings.lb_strategy]()
     traces = _traces(settings, instance_id, log)
-    admission = Admission()
+    admission = Admission(chooser=policy if policy.schedules else None)
     registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
     routes = Routes(settings.routes_config(), registry)
     trust = Trust()
@@ -127,13 +130,18 @@ def create_app(
     calls = NodeCalls(trust)
     links = Links(calls, disaggregations(_migration(settings)))
     nodes_path = settings.nodes_path()
+
+    def leaves(node: Node) -> None:
+        links.drop(node)
+        policy.dropped(node)
+
     membership = Membership(
         registry,
         make_node=lambda spec: _node(spec, settings, log),
         watcher=prober,
         store=NodeStore(nodes_path) if nodes_path else None,
         on_trouble=log.warning,
-        on_leave=links.drop,
+        on_leave=leaves,
     )
     link = Link(settings.redis_url.get_secret_value(), log.warning) if settings.redis_url else None
     fleet = None
@@ -164,13 +172,15 @@ def create_app(
     if treasury is not None:
         metrics.add_source(treasury.funds())
     choice = Choice(
-        POLICIES[settings.lb_strategy](),
+        policy,
         admission,
         metrics.counts,
         settings.first_token_timeout,
         purse=treasury.purse if treasury else None,
+        spill_after_ms=settings.spill_after_ms,
     )
     asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
+    loads = _loads(policy, asking, prober)
     dispatcher = Dispatcher(
         registry=registry,
         routes=routes,
@@ -181,6 +191,7 @@ def create_app(
         pairs=Pairs(choice, asking, links, _leaks(metrics.counts, log))
         if settings.serving_strategy == "DistServe"
         else None,
+        loads=loads,
         suspect=prober.suspect,
         on_missing=reporter.advice.missing,
     )
@@ -196,7 +207,19 @@ def create_app(
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
         lifespan=_lifespan(
-            upstream, calls, prober, membership, links, keeps_nodes, link, fleet, limits, treasury, metrics, traces
+            upstream,
+            calls,
+            prober,
+            membership,
+            links,
+            loads,
+            keeps_nodes,
+            link,
+            fleet,
+            limits,
+            treasury,
+            metrics,
+            traces,
         ),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
@@ -282,6 +305,7 @@ def _lifespan(
     prober: Prober,
     membership: Membership,
     links: Links,
+    loads: Loads | None,
     keeps_nodes: bool,
     link: Link | None,
     fleet: Fleet | None,
@@ -312,8 +336,20 @@ def _lifespan(
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
                 await links.close()
+                if loads is not None:
+                    await loads.close()
 
     return lifespan
+
+
+def _loads(policy: Policy, asking: Asking, prober: Prober) -> Loads | None:
+    """For a policy that forecasts: what it starts by itself, and whom it asks what is in a node's memory."""
+    if not isinstance(policy, ShortestExpectedDelay):
+        return None
+    loads = Loads(asking, policy.forecast)
+    policy.start_load = loads.start
+    policy.forecast.on_look = prober.suspect
+    return loads
 
 
 def _quiet_gc() -> None:

@@ -41,6 +41,7 @@ from app.routing.route_spec import RouteSpec
 T = TypeVar("T")
 
 STRATEGIES = (
+    "shortest_expected_delay",
     "round_robin",
     "least_connections",
     "weighted",
@@ -174,7 +175,7 @@ class Settings(BaseSettings):
         NodeSpec(url="http://localhost:11434", name="localhost:11434"),
     )
     model_map: Annotated[tuple[RouteSpec, ...], NoDecode, BeforeValidator(declarations.model_map)] = ()
-    lb_strategy: Annotated[str, _one_of(STRATEGIES)] = "least_connections"
+    lb_strategy: Annotated[str, _one_of(STRATEGIES)] = "shortest_expected_delay"
 
     cloud_endpoint: Url = _OPENAI
     cloud_api_key: Secret | None = None
@@ -191,6 +192,7 @@ class Settings(BaseSettings):
     request_timeout: Seconds = 1800.0
     connect_timeout: Seconds = 3.0
     first_token_timeout: Seconds = 600.0
+    spill_after_ms: Annotated[float, BeforeValidator(values.positive)] | None = None
     idle_timeout: Seconds = 300.0
     max_attempts: Annotated[int, _whole(1, hint="1 tries once and never again")] = 4
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from app.domain import LoadedModel, ModelInfo, NodeState, Request, Usage
+from app.domain import LoadedModel, ModelInfo, NodeState, Operation, Request, Timings, Usage
 
 
 class Call(NamedTuple):
@@ -44,6 +44,7 @@ class Answer(Protocol):
     ended: bool  # the node has said all; reading may stop
     usage: Usage | None
     finish_reason: str | None
+    timings: Timings | None  # what the node says of its speed, with the usage
 
     def feed(self, data: bytes) -> bytes:
         """Takes the next bytes from the node and returns whole events for the client, or b"" for none yet."""
@@ -97,6 +98,8 @@ class Kind:
     refusal: Callable[[int, Mapping[str, str], bytes], Exception]
     probe: Probe
     signatures: tuple[Signature, ...] = field(default=())
+    # Makes the node load a model (its own name, for what, num_ctx) without asking it for anything.
+    load: Callable[[str, Operation, int | None], Outgoing] | None = None
     cloud: bool = False
     takes_num_ctx: bool = False  # a request says how large the context is to be
     names_have_tags: bool = False  # Ollama's model names: `m` = `m:latest`, case-insensitive

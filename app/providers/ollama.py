@@ -8,7 +8,7 @@ from app.domain import LoadedModel, ModelInfo, NodeState
 from app.providers.base import Health, Kind, Probe, Signature
 from app.providers.ollama_errors import refusal
 from app.providers.ollama_to_openai import answer
-from app.providers.openai_to_ollama import translate
+from app.providers.openai_to_ollama import load, translate
 
 
 def _health(status: int, document: Any) -> Health:
@@ -97,6 +97,7 @@ KIND = Kind(
         loaded_path="/api/ps",
         loaded=_loaded,
     ),
+    load=load,
     # A node is Ollama when both hold: other servers have one of the two.
     signatures=(Signature("/api/version", _is_version), Signature("/api/tags", _is_tags)),
     takes_num_ctx=True,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from app.domain import Failure, Operation, Usage
+from app.domain import Failure, Operation, Timings, Usage
 from app.errors import NodeFailure, RequestRefused
 from app.providers.base import Answer, Call
 from app.providers.ollama_errors import complaint
@@ -123,6 +123,13 @@ def _usage(fields: Fields) -> Usage | None:
         _count(fields, "eval_count"),
         _count(fields, "prompt_eval_cached_count"),
     )
+
+
+def _timings(fields: Fields) -> Timings | None:
+    """What the node says that it took, in nanoseconds; zeros are left out."""
+    given = (fields.get(key) for key in ("load_duration", "prompt_eval_duration", "eval_duration"))
+    seconds = [each / 1e9 if type(each) is int and each > 0 else None for each in given]
+    return Timings(*seconds) if any(seconds) else None
 
 
 def _usage_object(usage: Usage | None, fields: Fields) -> Fields:
@@ -404,6 +411,7 @@ class _Stream:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
+        self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self._call = call
         self._dialect = dialect
@@ -488,6 +496,7 @@ class _Stream:
     def _last_events(self, part: _Part, fields: Fields) -> bytes:
         self.finish_reason = self._dialect.finish_reason(fields)
         self.usage = _usage(fields)
+        self.timings = _timings(fields)
         events = self._rendered(self._dialect.last_choices(part, self.finish_reason))
         if self._call.request.include_usage:
             events += self._start + b'[],"usage":' + orjson.dumps(_usage_object(self.usage, fields)) + b"}\n\n"
@@ -512,6 +521,7 @@ class _Document:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
+        self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self._call = call
         self._body = bytearray()
@@ -553,6 +563,7 @@ class _Generation(_Document):
             raise _cut()
         part = self._dialect.part(fields, body)
         self.usage = _usage(fields)
+        self.timings = _timings(fields)
         self.finish_reason = self._dialect.finish_reason(fields)
         return {
             **_header(self._call, self._dialect, self._dialect.document, fields),

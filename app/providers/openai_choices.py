@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from app.domain import Failure, Usage
+from app.domain import Failure, Timings, Usage
 from app.errors import NodeFailure
 
 Fields = dict[str, Any]
@@ -198,6 +198,20 @@ def usage_in(document: Fields) -> Usage | None:
     if prompt is None and completion is None:
         return None
     return Usage(prompt or 0, completion or 0, min(_cached(counts), prompt or 0))
+
+
+def timings_in(document: Fields) -> Timings | None:
+    """What llama.cpp says of its speed, in milliseconds; None when the node says nothing."""
+    told = document.get("timings")
+    if not isinstance(told, dict):
+        return None
+    prefill, decode = _seconds(told, "prompt_ms"), _seconds(told, "predicted_ms")
+    return Timings(None, prefill, decode) if prefill or decode else None
+
+
+def _seconds(told: Fields, key: str) -> float | None:
+    value = told.get(key)
+    return value / 1000 if isinstance(value, (int, float)) and value > 0 else None
 
 
 def _cached(counts: Fields) -> int:

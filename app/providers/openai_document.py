@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from app.domain import Failure, Request, Usage
+from app.domain import Failure, Request, Timings, Usage
 from app.errors import NodeFailure
 from app.providers.json_splice import sole_member
-from app.providers.openai_choices import Choices, Fields, encoded, usage_in
+from app.providers.openai_choices import Choices, Fields, encoded, timings_in, usage_in
 from app.providers.openai_faults import event_error
 
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -29,6 +29,7 @@ class Document:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
+        self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self._request = request
         self._parts: list[bytes] = []
@@ -47,6 +48,7 @@ class Document:
         self._parts.clear()
         document = _decoded(body)
         self.usage = usage_in(document)
+        self.timings = timings_in(document)
         changed = self._check(document)
         self.begun = self.ended = True
         return self._encoded(document) if changed else self._named(document, body)

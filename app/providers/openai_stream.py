@@ -12,10 +12,10 @@ from typing import Any
 
 import orjson
 
-from app.domain import Failure, Operation, Request, Usage
+from app.domain import Failure, Operation, Request, Timings, Usage
 from app.errors import NodeFailure, RequestRefused
 from app.providers.json_splice import sole_member
-from app.providers.openai_choices import Choices, Fields, encoded, holds_content, usage_in
+from app.providers.openai_choices import Choices, Fields, encoded, holds_content, timings_in, usage_in
 from app.providers.openai_faults import event_error
 
 MAX_EVENT_BYTES = 16 * 2**20
@@ -51,6 +51,7 @@ class EventStream:
         "dropped",
         "ended",
         "finish_reason",
+        "timings",
         "usage",
     )
 
@@ -58,6 +59,7 @@ class EventStream:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
+        self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self.dropped = 0
         self._request = request
@@ -251,6 +253,8 @@ class EventStream:
         if error is not None:
             raise error
         self.usage = usage_in(document) or self.usage
+        if "timings" in document:
+            self.timings = timings_in(document)
         choices = document.get("choices")
         if not choices:
             return self._without_choices(document, event)

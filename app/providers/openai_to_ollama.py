@@ -38,6 +38,14 @@ def translate(call: Call) -> Outgoing:
         raise InvalidRequest("the request is nested too deeply") from error
 
 
+def load(model: str, operation: Operation, num_ctx: int | None) -> Outgoing:
+    """The request that only loads a model: one with nothing in it. It must have the options that requests have."""
+    path, _ = _OPERATIONS[operation]
+    # A server that would generate something all the same is to stop at once.
+    options = {"num_predict": 1} if num_ctx is None else {"num_predict": 1, "num_ctx": num_ctx}
+    return Outgoing(path, orjson.dumps({"model": model, **_NOTHING[operation], "options": options}))
+
+
 def wants_function_call(fields: Fields) -> bool:
     """Whether the client uses the old `functions`, and so expects `function_call` in the answer."""
     return bool(fields.get("functions")) and not fields.get("tools")
@@ -88,6 +96,13 @@ _OPERATIONS: dict[Operation, tuple[str, Callable[[Call], dict[str, Any]]]] = {
     Operation.CHAT: ("/api/chat", _chat),
     Operation.COMPLETION: ("/api/generate", _completion),
     Operation.EMBEDDING: ("/api/embed", _embedding),
+}
+
+
+_NOTHING: dict[Operation, dict[str, Any]] = {
+    Operation.CHAT: {"messages": [], "stream": False},
+    Operation.COMPLETION: {"prompt": "", "stream": False},
+    Operation.EMBEDDING: {"input": ""},
 }
 
 

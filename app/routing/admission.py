@@ -9,12 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from app.errors import Overloaded
+from app.routing.job import Job
 from app.routing.registry import Candidate, Node
 
 MAX_WAITING = 1000
+_LOOK_SECONDS = 0.2  # between looks at those who wait although nothing happened
+_DECLINES_MAX = 32  # of those who would rather wait on, before only those are asked who wait for the node
 _RETRY_AFTER_SECONDS = 2.0
+
+
+Choose = Callable[[list[Candidate]], Candidate | None]
 
 
 class Slot:
@@ -28,6 +35,10 @@ class Slot:
         self._held = True
         candidate.node.in_flight += 1
 
+    def look_again(self) -> None:
+        """Something that others may have waited for has happened on the node."""
+        self._admission.changed()
+
     def release(self) -> None:
         if self._held:
             self._held = False
@@ -35,20 +46,44 @@ class Slot:
             self._admission.freed(self.candidate.node)
 
 
-class _Waiter:
-    __slots__ = ("candidates", "slot")
+class Chooser(Protocol):
+    """Who decides where those who wait go."""
 
-    def __init__(self, candidates: Callable[[], Iterable[Candidate]], slot: asyncio.Future[Slot | None]) -> None:
+    def look_again(self, jobs: Iterable[Job]) -> None: ...
+
+    def renew(self, job: Job) -> None: ...
+
+
+class Waiter:
+    """One request that waits. `choose` names the candidate that it should take now, if any."""
+
+    __slots__ = ("candidates", "choose", "job", "slot")
+
+    def __init__(
+        self,
+        candidates: Callable[[], Iterable[Candidate]],
+        slot: asyncio.Future[Slot | None],
+        choose: Choose,
+        job: Job | None,
+    ) -> None:
         self.candidates = candidates
         self.slot = slot
+        self.choose = choose
+        self.job = job
 
 
 class Admission:
-    """Gives out slots within each node's `max_concurrency`."""
+    """Gives out slots within each node's `max_concurrency`.
 
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+    With a `chooser`, requests may also wait where no node is full, for a better place than those that are free. Then
+    they are looked at now and then even when nothing happens, as what is predicted changes with time.
+    """
+
+    def __init__(self, max_waiting: int = MAX_WAITING, chooser: Chooser | None = None) -> None:
         self._max_waiting = max_waiting
-        self._waiters: deque[_Waiter] = deque()
+        self._chooser = chooser
+        self._waiters: deque[Waiter] = deque()
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
@@ -58,7 +93,13 @@ class Admission:
         """A slot now, or None when the node is full."""
         return None if candidate.node.full else Slot(candidate, self)
 
-    async def wait(self, candidates: Callable[[], Iterable[Candidate]], seconds: float) -> Slot | None:
+    async def wait(
+        self,
+        candidates: Callable[[], Iterable[Candidate]],
+        seconds: float,
+        choose: Choose | None = None,
+        job: Job | None = None,
+    ) -> Slot | None:
         """Waits for a slot on any of the candidates, as they are when one falls free; None when none is left.
 
         Raises `Overloaded` when too many wait already, and TimeoutError after `seconds`.
@@ -68,8 +109,9 @@ class Admission:
                 f"{len(self._waiters)} requests wait for a free node already; try again later",
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
-        waiter = _Waiter(candidates, asyncio.get_running_loop().create_future())
+        waiter = Waiter(candidates, asyncio.get_running_loop().create_future(), choose or _first_free, job)
         self._waiters.append(waiter)
+        self._watch()
         try:
             async with asyncio.timeout(seconds):
                 return await waiter.slot
@@ -85,26 +127,69 @@ class Admission:
     def freed(self, node: Node) -> None:
         """Hands a place that fell free on `node` to the first who can use it."""
         if self._waiters:
-            self._hand_out(lambda: node.full)
+            self._hand_out(lambda: node.full, node)
 
     def changed(self) -> None:
         """A node came, went or changed: those who wait look again."""
         if self._waiters:
-            self._hand_out(lambda: False)
+            self._hand_out(lambda: False, None)
 
-    def _hand_out(self, enough: Callable[[], bool]) -> None:
+    def _watch(self) -> None:
+        if self._chooser is not None and self._timer is None and self._waiters:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self.changed()
+        self._watch()
+
+    def _hand_out(self, enough: Callable[[], bool], node: Node | None) -> None:
         """Looks at those who wait, in their order, until it is enough."""
         unseen, self._waiters = self._waiters, deque()
-        while unseen and not enough():
-            waiter = unseen.popleft()
-            if waiter.slot.done():
-                continue
-            candidates = list(waiter.candidates())
-            free = next((candidate for candidate in candidates if not candidate.node.full), None)
-            if free is not None:
-                waiter.slot.set_result(Slot(free, self))
-            elif candidates:
-                self._waiters.append(waiter)
-            else:
-                waiter.slot.set_result(None)
-        self._waiters += unseen
+        if self._chooser is not None:
+            self._chooser.look_again([waiter.job for waiter in unseen if waiter.job is not None])
+        declined = 0
+        try:
+            while unseen and not enough():
+                waiter = unseen.popleft()
+                if waiter.slot.done():
+                    continue
+                if declined >= _DECLINES_MAX and not _targets(waiter, node):
+                    self._keep(waiter)
+                    continue
+                declined += not self._served(waiter)
+        finally:
+            for waiter in unseen:
+                self._keep(waiter)
+
+    def _served(self, waiter: Waiter) -> bool:
+        """Whether it waits no more."""
+        candidates = list(waiter.candidates())
+        free = waiter.choose(candidates)
+        if free is not None:
+            waiter.slot.set_result(Slot(free, self))
+        elif candidates:
+            self._waiters.append(waiter)
+            return False
+        else:
+            waiter.slot.set_result(None)
+        return True
+
+    def _keep(self, waiter: Waiter) -> None:
+        if waiter.job is not None and self._chooser is not None and not waiter.slot.done():
+            self._chooser.renew(waiter.job)
+        self._waiters.append(waiter)
+
+
+def _first_free(candidates: list[Candidate]) -> Candidate | None:
+    return next((candidate for candidate in candidates if not candidate.node.full), None)
+
+
+def _targets(waiter: Waiter, node: Node | None) -> bool:
+    """Whether the request waits for this very node."""
+    return (
+        node is not None
+        and waiter.job is not None
+        and waiter.job.seat is not None
+        and waiter.job.seat.work.node is node
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from app.providers.base import Answer, Call, Outgoing
 from app.routing.attempt import Attempt
+from app.routing.job import Job
 from app.routing.plan import Plan
 from app.routing.registry import Candidate, Node
 from app.routing.reply import Reply
@@ -78,6 +80,23 @@ class Asking:
         plan.trail.first_content = time.perf_counter()
         plan.trail.began(first, stream=plan.request.stream)
         return Reply(attempt, response, answer, plan.trail, first, over=over, deadline=plan.deadline)
+
+    async def load(self, candidate: Candidate, job: Job) -> None:
+        """Returns when the node has the model in memory. Raises `NodeFailure`, and ValueError for kinds that cannot."""
+        node = candidate.node
+        load = node.known_kind.load
+        if load is None:
+            raise ValueError(f"a node of kind {node.known_kind.name} loads nothing on demand")
+        outgoing = load(candidate.model, job.operation, job.num_ctx or node.spec.num_ctx)
+        seconds = self._timeouts.first_token
+        limits = Limits(seconds, seconds, asyncio.get_running_loop().time() + seconds)
+        response = await self._upstream.send(self._target(node), outgoing.path, (), outgoing.body, limits)
+        try:
+            body = await response.body()
+            if response.status != 200:
+                raise node.known_kind.refusal(response.status, response.headers, body)
+        finally:
+            response.close()
 
     def call(self, plan: Plan, candidate: Candidate) -> Call:
         """What an attempt on this candidate asks for."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from app.domain import AttemptRecord, Failure, Outcome, Request
+from app.domain import AttemptRecord, Failure, Outcome, Request, Timings
 from app.errors import NodeFailure
 from app.routing.admission import Slot
 from app.routing.breaker import Permit
+from app.routing.forecast import Progress
 from app.routing.gate import Reservation
 from app.routing.registry import Node
 from app.routing.spans import AttemptSpan, Forwarded
@@ -27,7 +28,19 @@ class Observer(Protocol):
 class Attempt:
     """Settle it with one of `succeed`, `fail`, `refuse`, `abandon`: the first counts, the others do nothing."""
 
-    __slots__ = ("_began", "_observer", "_permit", "_settled", "_slot", "_span", "_trail", "candidate", "reservation")
+    __slots__ = (
+        "_began",
+        "_observer",
+        "_permit",
+        "_settled",
+        "_slot",
+        "_span",
+        "_trail",
+        "candidate",
+        "progress",
+        "reservation",
+        "timings",
+    )
 
     def __init__(self, slot: Slot, permit: Permit | None, trail: Trail, observer: Observer) -> None:
         self.candidate = slot.candidate
@@ -39,6 +52,8 @@ class Attempt:
         self._settled = False
         self._span: AttemptSpan | None = None
         self.reservation: Reservation | None = None  # in the cloud only
+        self.progress: Progress | None = None  # where the policy learns from it
+        self.timings: Timings | None = None  # what the node says of itself at the end
 
     @property
     def open(self) -> bool:
@@ -56,6 +71,8 @@ class Attempt:
         """The node has begun to answer, which is no outcome yet."""
         if self._permit is not None:
             self._permit.answering()
+        if self.progress is not None and self.progress.began():
+            self._slot.look_again()
         if self._span is not None:
             self._span.answering()
 
@@ -85,6 +102,8 @@ class Attempt:
         self._settled = True
         if self._permit is not None:
             self._permit.neutral()  # does nothing after an outcome
+        if self.progress is not None:
+            self.progress.ended(outcome, self._trail.usage, self.timings)
         self._slot.release()
         node = self.candidate.node
         ms = (time.perf_counter() - self._began) * 1000

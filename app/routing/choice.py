@@ -6,11 +6,13 @@ import asyncio
 import time
 from typing import NamedTuple
 
+from app.domain import Outcome
 from app.errors import Overloaded, SpendingRefused
 from app.routing.admission import Admission, Slot
 from app.routing.attempt import Attempt, Observer
 from app.routing.breaker import Permit
 from app.routing.gate import Purse
+from app.routing.job import Job
 from app.routing.plan import Plan
 from app.routing.policies import Policy
 from app.routing.registry import Candidate
@@ -40,12 +42,14 @@ class Choice:
         observer: Observer,
         queue_seconds: float,
         purse: Purse | None = None,
+        spill_after_ms: float | None = None,
     ) -> None:
         self._policy = policy
         self._admission = admission
         self._observer = observer
         self._queue_seconds = queue_seconds
         self._purse = purse
+        self._spill_after_ms = spill_after_ms
         self._choices = 0
 
     @property
@@ -88,7 +92,7 @@ class Choice:
                     plan.unpaid = refusal
                     plan.choose(candidates[0])
                     continue
-            ranked = _busy_last(policy.rank(candidates))
+            ranked = _busy_last(policy.rank(candidates, self.job(plan)))
             free = next((candidate for candidate in ranked if not candidate.node.full), None)
             if free is not None:
                 return Step(free, len(ranked), _fallback(plan, free))
@@ -110,6 +114,7 @@ class Choice:
 
     async def _in_order(self, plan: Plan) -> Attempt | None:
         """Tier by tier; waits where a tier is only full, but not for ever when there is another."""
+        plan.spill_seconds = self._spill_seconds(plan)
         for candidates in plan.tiers():
             try:
                 attempt = await self._in_tier(plan, candidates)
@@ -118,12 +123,30 @@ class Choice:
             else:
                 if attempt is not None:
                     return attempt
+        if plan.overloaded is not None and plan.spill_seconds is not None:
+            # The cloud did not take it: late is better than never.
+            plan.overloaded = plan.spill_seconds = None
+            return await self.among(plan, plan.local())
         if plan.overloaded is not None:
             raise plan.overloaded
         return None
 
+    def _spill_seconds(self, plan: Plan) -> float | None:
+        """How late the first token may be before the cloud is asked; None where it may not be for that."""
+        after = plan.route.spill_after_ms or self._spill_after_ms
+        if after is None or plan.cloud_refusal is not None or not plan.has_cloud():
+            return None
+        return after / 1000
+
     async def _in_tier(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
-        if self._purse is None or not candidates or not candidates[0].node.cloud:
+        if not candidates or not candidates[0].node.cloud:
+            job = self.job(plan)
+            if plan.spill_seconds is not None and job is not None:
+                predicted = self._policy.first_token_seconds(candidates, job)
+                if predicted is not None and predicted > plan.spill_seconds:
+                    raise _too_full()
+            return await self.among(plan, candidates)
+        if self._purse is None:
             return await self.among(plan, candidates)
         try:
             return await self._paid(plan, candidates[0], self._purse)
@@ -149,7 +172,7 @@ class Choice:
     async def among(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
         """An attempt on one of these, after a wait if they are only full; None when none of them can be asked."""
         while candidates:
-            attempt = self._take(plan, self._ranked(candidates)) or await self._queue(plan, candidates)
+            attempt = self._take(plan, self._ranked(plan, candidates)) or await self._queue(plan, candidates)
             if attempt is not None:
                 return attempt
             candidates = plan.open(candidates)
@@ -162,9 +185,16 @@ class Choice:
                 return self._begin(plan, slot, None, 1)
         return None
 
-    def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
+    def _ranked(self, plan: Plan, candidates: list[Candidate]) -> list[Candidate]:
         """The policy's order, with nodes that just said that they are busy moved to the end."""
-        return _busy_last(self._policy.rank(candidates))
+        return _busy_last(self._policy.rank(candidates, self.job(plan)))
+
+    def job(self, plan: Plan) -> Job | None:
+        """What the policy is told of the request, where it wants to know."""
+        if plan.job is None and self._policy.schedules:
+            plan.job = Job(plan.request)
+            plan.job.num_ctx = plan.route.num_ctx
+        return plan.job
 
     def _take(self, plan: Plan, ranked: list[Candidate]) -> Attempt | None:
         for candidate in ranked:
@@ -175,19 +205,47 @@ class Choice:
 
     async def _queue(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
         """Waits for a place on a local node: no other has a limit. None: there is none to wait for any more."""
-        if not any(candidate.node.full for candidate in candidates):
+        job = plan.job
+        if not ((job is not None and job.seat is not None) or any(candidate.node.full for candidate in candidates)):
             return None
         if plan.overloaded is not None:
             raise plan.overloaded
         began = time.perf_counter()
         seconds = min(self._queue_seconds, plan.deadline - asyncio.get_running_loop().time())
+        if plan.spill_seconds is not None:
+            seconds = min(seconds, max(0.0, plan.spill_seconds - plan.trail.queued_seconds))
         try:
-            slot = await self._admission.wait(lambda: plan.like(candidates), seconds)
+            slot = await self._admission.wait(
+                lambda: plan.like(candidates), seconds, lambda now: self._first_free(plan, now), job
+            )
         except TimeoutError as error:
+            self._forget(plan)
             raise _too_full() from error
+        except BaseException:
+            self._forget(plan)
+            raise
         finally:
             plan.trail.queued_seconds += time.perf_counter() - began
-        return None if slot is None else self._permitted(plan, slot, len(candidates))
+            if job is not None:
+                self._policy.left(job)
+        attempt = None if slot is None else self._permitted(plan, slot, len(candidates))
+        if attempt is None:
+            self._forget(plan)
+        return attempt
+
+    def _first_free(self, plan: Plan, candidates: list[Candidate]) -> Candidate | None:
+        """Where one that waits may go now. The policy hears of it at once, as it asks for the next one at once."""
+        ranked = self._ranked(plan, candidates) if self._policy.schedules else candidates
+        free = next((candidate for candidate in ranked if not candidate.node.full), None)
+        if free is not None and plan.job is not None:
+            plan.progress = self._policy.placed(free, plan.job)
+        return free
+
+    def _forget(self, plan: Plan) -> None:
+        """The request does not go where it was to go."""
+        progress, plan.progress = plan.progress, None
+        if progress is not None:
+            progress.ended(Outcome.ABANDONED, None, None)
 
     def _permitted(self, plan: Plan, slot: Slot, candidates: int) -> Attempt | None:
         permit = slot.candidate.node.breaker.acquire()
@@ -205,7 +263,10 @@ class Choice:
         trail.candidates = candidates
         trail.tried += 1
         trail.fallback = _fallback(plan, candidate)
-        return Attempt(slot, permit, trail, self._observer)
+        attempt = Attempt(slot, permit, trail, self._observer)
+        if plan.job is not None:
+            attempt.progress, plan.progress = plan.progress or self._policy.placed(candidate, plan.job), None
+        return attempt
 
 
 def _fallback(plan: Plan, candidate: Candidate) -> str:

@@ -14,6 +14,7 @@ from app.errors import HearthError, NodeFailure, RequestRefused
 from app.routing.asking import Asking
 from app.routing.attempt import Attempt
 from app.routing.choice import Choice
+from app.routing.loads import Loads
 from app.routing.pairs import Pairs
 from app.routing.plan import Plan
 from app.routing.registry import Candidate, Node, Registry
@@ -40,6 +41,7 @@ class Dispatcher:
         retry: Retry,
         request_seconds: float,
         pairs: Pairs | None = None,
+        loads: Loads | None = None,
         suspect: Callable[[Node], None] = lambda node: None,
         on_missing: Callable[[Candidate, Route], None] = lambda candidate, route: None,
     ) -> None:
@@ -47,7 +49,7 @@ class Dispatcher:
         self._registry = registry
         self._routes = routes
         self._choice = choice
-        self._asking = asking
+        self._ask = asking.ask if loads is None else loads.ask
         self._retry = retry
         self._request_seconds = request_seconds
         self._pairs = pairs
@@ -77,7 +79,7 @@ class Dispatcher:
         attempt = await self._choice.next(plan) if pair is None else pair.decode
         try:
             if pair is None or self._pairs is None:
-                return await self._asking.ask(plan, attempt)
+                return await self._ask(plan, attempt)
             return await self._pairs.ask(plan, pair)
         except NodeFailure as failure:
             self._failed(plan, attempt, failure)

@@ -93,7 +93,9 @@ class Explainer:
         candidates = plan.local()
         return {
             candidate.node: terms
-            for candidate, terms in zip(candidates, self._choice.policy.terms(candidates), strict=True)
+            for candidate, terms in zip(
+                candidates, self._choice.policy.terms(candidates, self._choice.job(plan)), strict=True
+            )
         }
 
     def _step(self, steps: Sequence[Step], position: int) -> Document:

@@ -7,7 +7,9 @@ from typing import Protocol
 
 from app.domain import Failure, NodeState, Request, Role
 from app.errors import NodeFailure, Overloaded, RequestRefused, SpendingRefused
+from app.routing.forecast import Progress
 from app.routing.gate import cloud_refusal
+from app.routing.job import Job
 from app.routing.obstacles import Obstacle, obstacles, usable
 from app.routing.registry import Candidate, Node, Registry
 from app.routing.routes import Route
@@ -44,6 +46,9 @@ class Plan:
         self.overloaded: Overloaded | None = None  # local nodes stayed full for as long as a request may wait
         self.too_long: RequestRefused | None = None  # what the first node said for whose context the prompt is too long
         self.committed = False
+        self.job: Job | None = None  # made when a policy asks for it
+        self.spill_seconds: float | None = None  # the cloud is asked when the first token would be later than that
+        self.progress: Progress | None = None  # on the node that was chosen while it waited
         self.cloud_refusal = trail.cloud_refusal = cloud_refusal(request, route)
         self._registry = registry
         self._pairing = pairing

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from app.domain import LOCAL_TIER, LoadedModel, ModelInfo, NodeSpec, NodeState
 from app.providers.base import Health, Kind
 from app.routing.breaker import Breaker
 from app.routing.names import canonical, matches
+
+if TYPE_CHECKING:
+    from app.routing.work import Work
 
 LATENCIES = 15  # how many are remembered of each node
 
@@ -42,6 +46,7 @@ class Node:
         "reason",
         "spec",
         "state",
+        "work",
     )
 
     def __init__(self, spec: NodeSpec, breaker: Breaker, kind: Kind | None = None) -> None:
@@ -60,6 +65,7 @@ class Node:
         self.penalty_until = 0.0  # monotonic seconds; until then it is asked last
         self.picked = 0  # when it was last chosen, in choices
         self.draining = False
+        self.work: Work | None = None  # kept by the forecast, where there is one
         self._names: dict[str, str] = {}
         self._key: Callable[[str], str | None] = str.lower
         if kind is not None:
@@ -203,7 +209,10 @@ class Registry:
                 self._serving.clear()
                 changed = True
         if loaded is not None:
+            changed = changed or node.loaded is None or loaded.keys() != node.loaded.keys()
             node.loaded = loaded
+            if node.work is not None:
+                node.work.listed()
         if changed:
             self.on_change()
 

@@ -105,6 +105,7 @@ class Reply:
         self.over = self._response.at_end
         self._trail.usage = self._answer.usage
         self._trail.finish_reason = self._answer.finish_reason
+        self._attempt.timings = self._answer.timings
         self._attempt.succeed()
         usage = self._answer.usage
         if usage is not None and usage.prompt_tokens >= _SMALL_PROMPT_TOKENS:

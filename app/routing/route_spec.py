@@ -16,5 +16,8 @@ class RouteSpec:
     cloud: str | None = None
     local_only: bool = False
     num_ctx: int | None = None
+    spill_after_ms: float | None = (
+        None  # to the cloud when the first token would be later than that; None = as set for all
+    )
     cloud_off: bool = False  # the operator wrote `"cloud": false`
     budget: Budget | None = None  # for its cloud requests

@@ -24,6 +24,7 @@ class Route:
     cloud_allowed: bool = True
     local_only: bool = False
     num_ctx: int | None = None
+    spill_after_ms: float | None = None
     budget: Budget | None = None  # for its cloud requests
 
 
@@ -91,6 +92,7 @@ def _from_spec(spec: RouteSpec, asked: str) -> Route:
         cloud_allowed=not spec.cloud_off,
         local_only=spec.local_only,
         num_ctx=spec.num_ctx,
+        spill_after_ms=spec.spill_after_ms,
         budget=spec.budget,
     )
 

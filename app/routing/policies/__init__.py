@@ -10,11 +10,13 @@ from app.routing.policies.min_expected_latency import MinExpectedLatency
 from app.routing.policies.min_observed_latency import MinObservedLatency
 from app.routing.policies.random import Random
 from app.routing.policies.round_robin import RoundRobin
+from app.routing.policies.shortest_expected_delay import ShortestExpectedDelay
 from app.routing.policies.weighted import Weighted
 
 __all__ = ["POLICIES", "Policy"]
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "shortest_expected_delay": ShortestExpectedDelay,
     "round_robin": RoundRobin,
     "least_connections": LeastConnections,
     "weighted": Weighted,

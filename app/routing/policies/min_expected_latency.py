@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
 from app.routing.policies.load import capacity, mean_speed, unfinished
 from app.routing.registry import Candidate
@@ -20,13 +21,13 @@ class MinExpectedLatency(Policy):
     def __init__(self, uniform: random.Random | None = None) -> None:
         self._uniform = (uniform or random.Random()).random
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         if len(candidates) < 2:
             return candidates
         mean = mean_speed(candidates)
         return sorted(candidates, key=lambda candidate: self._key(candidate, capacity(candidate, mean)))
 
-    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
         mean = mean_speed(candidates)
         return [self._terms(candidate, capacity(candidate, mean)) for candidate in candidates]
 

@@ -6,6 +6,7 @@ import random
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
 from app.routing.policies.load import unfinished
 from app.routing.registry import Candidate, Node
@@ -28,7 +29,7 @@ class MinObservedLatency(Policy):
         self._uniform = (uniform or random.Random()).random
         self._tries: WeakKeyDictionary[Node, int] = WeakKeyDictionary()
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         if len(candidates) < 2:
             return candidates
         unknown = _unknown(candidates)
@@ -43,7 +44,7 @@ class MinObservedLatency(Policy):
         other._uniform, other._tries = self._uniform, self._tries.copy()
         return other
 
-    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
         unknown = _unknown(candidates)
         newest = max((candidate.node.picked for candidate in candidates), default=0)
         return [self._terms(candidate, unknown, newest) for candidate in candidates]

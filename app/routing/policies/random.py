@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
 from app.routing.policies.load import capacity, mean_speed
 from app.routing.registry import Candidate
@@ -20,11 +21,11 @@ class Random(Policy):
     def __init__(self, uniform: random.Random | None = None) -> None:
         self._arrival = (uniform or random.Random()).expovariate
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         mean = mean_speed(candidates)
         return sorted(candidates, key=lambda candidate: self._arrival(capacity(candidate, mean)))
 
-    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
         mean = mean_speed(candidates)
         able = [capacity(candidate, mean) for candidate in candidates]
         return [{"chance": each / sum(able)} for each in able]

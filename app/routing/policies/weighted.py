@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate, Node
 
@@ -19,7 +20,7 @@ class Weighted(Policy):
     def __init__(self) -> None:
         self._credit: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
 
-    def rank(self, candidates: list[Candidate]) -> list[Candidate]:
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         if not candidates:
             return candidates
         shares = _shares([candidate.node for candidate in candidates])
@@ -34,7 +35,7 @@ class Weighted(Policy):
         other._credit = self._credit.copy()
         return other
 
-    def terms(self, candidates: list[Candidate]) -> list[Terms]:
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
         shares = _shares([candidate.node for candidate in candidates])
         credit = [self._credit.get(node, 0.0) + share for node, share in shares.items()]
         return [{"score": -each, "share": share} for each, share in zip(credit, shares.values(), strict=True)]

@@ -1,0 +1,86 @@
+"""What a request asks of whichever node serves it: how much to read, how much to write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from app.domain import Operation, Request
+
+if TYPE_CHECKING:
+    from app.routing.work import Seat
+
+_WHOLE_TEXT = 4096  # characters; of longer ones the two ends and the length are compared
+_END = 1024
+_IMAGE_CHARACTERS = 3000  # about as many tokens as engines make of a picture
+
+
+class Job:
+    """One request, as scheduling sees it. `chain` and `sizes` are digests and characters, a message each."""
+
+    __slots__ = ("chain", "characters", "limit", "num_ctx", "operation", "seat", "since", "sizes", "stream", "wait_for")
+
+    def __init__(self, request: Request) -> None:
+        self.operation = request.operation
+        self.stream = request.stream
+        self.limit = _limit(request.fields)
+        self.chain: Sequence[int] = ()
+        self.sizes: Sequence[int] = ()
+        self.since = 0.0  # when it began to wait; 0 = it does not
+        self.seat: Seat | None = None  # where it will probably go, while it waits
+        self.wait_for = 0.0  # seconds that it will take there
+        self.num_ctx: int | None = None  # of its route
+        if request.operation is Operation.CHAT:
+            self.chain, self.sizes = _chain(request.fields)
+            self.characters = sum(self.sizes)
+        else:
+            self.limit = 0 if request.operation is Operation.EMBEDDING else self.limit
+            self.characters = _characters(request.fields.get("prompt") or request.fields.get("input"))
+
+
+def _limit(fields: Mapping[str, Any]) -> int | None:
+    limit = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    return limit if type(limit) is int and limit > 0 else None
+
+
+def _chain(fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    messages = fields.get("messages")
+    chain: list[int] = []
+    sizes: list[int] = []
+    digest = 0
+    if fields.get("tools"):
+        digest = hash(orjson.dumps(fields["tools"]))  # templates put them before everything else
+    if not isinstance(messages, list):
+        return chain, sizes
+    for message in messages:
+        content = message.get("content") if type(message) is dict else None
+        if type(content) is not str:
+            content, size = _other(message)
+        else:
+            size = len(content)
+        if size > _WHOLE_TEXT:
+            content = f"{content[:_END]}{size}{content[-_END:]}"
+        digest = hash((digest, message.get("role") if type(message) is dict else None, content))
+        chain.append(digest)
+        sizes.append(size + 8)  # what templates add to a message
+    return chain, sizes
+
+
+def _other(message: Any) -> tuple[str, int]:
+    """Text that stands for a message of parts, pictures or tool calls, and its size."""
+    try:
+        text = orjson.dumps(message).decode()
+    except (TypeError, UnicodeDecodeError):
+        return "", 0
+    pictures = text.count('"image_url"')
+    return text, min(len(text), pictures * _IMAGE_CHARACTERS + 2000) if pictures else len(text)
+
+
+def _characters(text: Any) -> int:
+    if isinstance(text, str):
+        return len(text)
+    if isinstance(text, list):
+        return sum(len(each) if isinstance(each, (str, list)) else 4 for each in text)
+    return 0

@@ -1,0 +1,101 @@
+"""Models on their way into memory: loads that go on when the client that caused them leaves, and loads beforehand.
+
+An engine that loads on demand gives a load up when its only request is closed. When others wait for the same model,
+the request is therefore kept open here until its answer begins, and ended then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from app.domain import NodeState
+from app.errors import HearthError, NodeFailure
+from app.routing.asking import Asking
+from app.routing.attempt import Attempt
+from app.routing.forecast import Forecast, Progress
+from app.routing.job import Job
+from app.routing.plan import Plan
+from app.routing.registry import Candidate
+from app.routing.reply import Reply
+from app.routing.work import Loading, Seat
+
+
+class Loads:
+    """Owns what goes on without a client. Close it before the connections to nodes are."""
+
+    def __init__(self, asking: Asking, forecast: Forecast) -> None:
+        self._asking = asking
+        self._forecast = forecast
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def ask(self, plan: Plan, attempt: Attempt) -> Reply:
+        """As `Asking.ask`, but a load that others wait for is not given up with the request that caused it."""
+        progress = attempt.progress
+        if progress is None or not progress.carries:
+            return await self._asking.ask(plan, attempt)
+        asking = asyncio.create_task(self._asking.ask(plan, attempt), name="load")
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            if not self._adopted(asking, progress):
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                _close(asking)
+            raise
+
+    def _adopted(self, asking: asyncio.Task[Reply], progress: Progress) -> bool:
+        if asking.done() or not self._forecast.wanted(progress.booking):
+            return False
+        handed = self._forecast.hand_over(progress.booking)
+        if handed is None:
+            return False
+        self._own(self._finish(asking, *handed))
+        return True
+
+    async def _finish(self, asking: asyncio.Task[Reply], seat: Seat, loading: Loading) -> None:
+        began, seconds = self._forecast.clock() - loading.since, None
+        try:
+            reply = await asking
+            seconds = self._forecast.clock() - loading.since
+            reply.close()
+        except (NodeFailure, HearthError):
+            pass  # those who wait ask a node themselves, and hear why
+        finally:
+            asking.cancel()
+            self._forecast.load_ended(seat, loading, None if seconds is None else max(seconds, began))
+
+    def start(self, candidate: Candidate, job: Job) -> None:
+        """Makes the node load the model, where its kind knows how."""
+        if candidate.node.known_kind.load is not None and candidate.node.state is NodeState.HEALTHY:
+            self._own(self._load(candidate, job))
+
+    async def _load(self, candidate: Candidate, job: Job) -> None:
+        seat, loading = self._forecast.load_begins(candidate)
+        seconds = None
+        try:
+            await self._asking.load(candidate, job)
+            seconds = self._forecast.clock() - loading.since
+        except NodeFailure:
+            pass  # a request will find out what is wrong, and its client be told
+        finally:
+            self._forecast.load_ended(seat, loading, seconds)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="load")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Gives up what is under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _close(asking: asyncio.Task[Reply]) -> None:
+    """Closes an answer that came in the very moment in which its client left."""
+    if asking.done() and not asking.cancelled() and asking.exception() is None:
+        asking.result().close()

@@ -1,0 +1,280 @@
+"""The node that will probably be done first comes first, counting what the choice costs others.
+
+A forecast says for each candidate how long the request would wait for a slot and for the model, read, and write there,
+by how much it would slow others down, and what it would cost to drive another model out of memory. A request waits in
+Hearth rather than on a node: when the best place is not free yet, nobody is named, and those who wait are asked about
+again whenever something changes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from math import exp, inf
+
+from app.domain import Operation, Request
+from app.routing.forecast import LOAD_PRICE, Forecast, Prediction, Progress, investment
+from app.routing.job import Job
+from app.routing.policies.base import Policy, Terms
+from app.routing.registry import Candidate, Node
+from app.routing.work import Seat, Work
+
+_TIE = 0.03  # differences below this share say nothing: chance decides
+_WAIT_GAIN = 1.05  # how much better a place must be that is worth a wait
+_WAIT_GAIN_SECONDS = 0.02
+_FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
+_LOAD_PATIENCE = 1.5  # of the time that a load should take: then requests are sent to where it goes on
+_REGRET_SECONDS = 90.0  # how long a loss is remembered
+_EVICTION_PRICE = 1.0
+_WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
+_UNSEEN_AFTER = 150  # choices; then a node is given one request that is not much better elsewhere
+_UNSEEN_BONUS = 0.75
+
+_SOMETHING = Request("", Operation.CHAT, "", b"", {})  # for whoever asks without saying what for
+
+StartLoad = Callable[[Candidate, Job], None]
+
+
+class ShortestExpectedDelay(Policy):
+    """`start_load` makes a node load a model for its own sake."""
+
+    schedules = True
+    lots = "differences of a few per cent are drawn by lot"
+
+    def __init__(
+        self,
+        forecast: Forecast | None = None,
+        uniform: random.Random | None = None,
+        start_load: StartLoad | None = None,
+    ) -> None:
+        self.forecast = forecast or Forecast()
+        self.start_load = start_load
+        self._uniform = (uniform or random.Random()).random
+        self.forecast.on_idle = self._load_wanted
+
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
+        """Those that are worth to be asked now, best first; none when a wait is better."""
+        if not candidates or candidates[0].node.cloud:
+            return candidates
+        job = job or Job(_SOMETHING)
+        forecast = self.forecast
+        now = forecast.clock()
+        demand = forecast.seat(candidates[0]).demand
+        arrives = not job.since
+        if arrives:
+            job.since = now
+            demand.asked(now)
+        if len(candidates) == 1:
+            return self._only(candidates, job, now)
+        tokens, output, ratio = forecast.needs(demand, job)
+        held = demand.prefixes.look_up(job.chain, job.sizes)
+        uniform = self._uniform
+        newest = max([candidate.node.picked for candidate in candidates])
+        scores: list[tuple[float, float, Seat, Candidate]] = []
+        shortest = inf
+        cold = False
+        for candidate in candidates:
+            work = candidate.node.work
+            seat = work.seats.get(candidate.model) if work is not None else None
+            if seat is None:
+                seat = forecast.seat(candidate)
+                work = seat.work
+            if seat.version != work.version or now > seat.good_until:  # type: ignore[union-attr]
+                forecast.refresh(seat, now)
+            fresh = tokens
+            for bits, size in held:
+                if bits & seat.held.bit:
+                    fresh -= size * ratio
+                    break
+            first = fresh * seat.prefill_s
+            service = first + output * seat.decode_s
+            if service < shortest:
+                shortest = service
+            ready = seat.ready_at - now
+            if ready > 0:
+                first += ready
+                score = ready + service
+            else:
+                score = service
+            score += first * _FIRST_TOKEN_WEIGHT + seat.toll
+            score += seat.press * (service if service < seat.rest else seat.rest)
+            score *= 1 + _TIE * uniform()
+            if seat.cold:
+                cold = True
+            elif newest - candidate.node.picked > _UNSEEN_AFTER:
+                score *= _UNSEEN_BONUS
+            scores.append((score, service, seat, candidate))
+        if cold:
+            elsewhere = any(not each[2].cold for each in scores)
+            scores = [
+                (score + investment(seat, service - shortest, elsewhere), service, seat, candidate)
+                if seat.cold
+                else each
+                for each in scores
+                for score, service, seat, candidate in (each,)
+            ]
+            if arrives and self.start_load is not None:
+                self._regret(scores, job, now)
+        scores.sort(key=_score)
+        return self._worth_now(scores, job, now)
+
+    def _only(self, candidates: list[Candidate], job: Job, now: float) -> list[Candidate]:
+        seat = self.forecast.seat(candidates[0])
+        # With nowhere else to go, only a limit that is known is a reason to wait here rather than there.
+        if seat.work.room(seat, guessed=False) > len(seat.work.promised):
+            return candidates
+        self._promise(job, seat, 1.0)
+        return []
+
+    def _worth_now(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> list[Candidate]:
+        best, service, seat, _ = scores[0]
+        if self._free(seat, job, now):
+            return [each[3] for each in scores]
+        limit = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        now_free = [each[3] for each in scores if each[0] <= limit and self._free(each[2], job, now)]
+        if now_free:
+            return now_free
+        self._promise(job, seat, service)
+        return []
+
+    def _free(self, seat: Seat, job: Job, now: float) -> bool:
+        """Whether a request would start on it at once, or make it load."""
+        if seat.work.room(seat) <= len(seat.work.promised):
+            return False
+        loading = seat.loading
+        if now < seat.doubted_until:
+            return False
+        if seat.cold:
+            if any(other.loading is not None for other in seat.work.seats.values()):
+                return False
+            # An engine would wait for those who are at work with the model that has to go, and everybody with it.
+            busy = seat.toll > 0 and seat.work.bookings
+            return not busy or now - job.since > seat.load_wait
+        if seat.warm:
+            return not seat.load_wait
+        return loading is None or now - loading.since > _LOAD_PATIENCE * loading.expected
+
+    def _promise(self, job: Job, seat: Seat, service: float) -> None:
+        job.seat, job.wait_for = seat, service
+        self.renew(job)
+
+    def renew(self, job: Job) -> None:
+        if job.seat is not None:
+            job.seat.work.promised[job] = job.wait_for
+            job.seat.work.version += 1
+
+    # -- those who wait
+
+    def look_again(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if job.seat is not None:
+                job.seat.work.promised.pop(job, None)
+                job.seat.work.version += 1
+
+    def left(self, job: Job) -> None:
+        seat, job.seat = job.seat, None
+        if seat is not None:
+            seat.work.promised.pop(job, None)
+            seat.work.version += 1
+
+    def placed(self, candidate: Candidate, job: Job) -> Progress | None:
+        self.left(job)
+        return None if candidate.node.cloud else Progress(self.forecast, self.forecast.placed(candidate, job))
+
+    def dropped(self, node: Node) -> None:
+        self.forecast.drop(node)
+
+    # -- loads for their own sake
+
+    def _regret(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> None:
+        """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
+
+        Whoever rents until the rent has cost as much as to buy never pays more than twice of what was best.
+        """
+        load_seconds = self.forecast.load_seconds
+        ahead = max(each[2].share for each in scores)
+        _, best_cold = min(
+            (each[1] * ahead + LOAD_PRICE * load_seconds(each[2]) + _EVICTION_PRICE * each[2].toll, place)
+            for place, each in enumerate(scores)
+            if each[2].cold
+        )
+        _, service_there, seat, candidate = scores[best_cold]
+        there = [each for each in scores if not each[2].cold]
+        if not there or any(other.loading is not None for _, _, other, _ in scores):
+            return
+        steady = min(service + other.slot_wait for _, service, other, _ in there)
+        demand = seat.demand
+        demand.regret *= exp((demand.regret_at - now) / _REGRET_SECONDS)
+        demand.regret_at = now
+        loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
+        demand.regret += loss
+        price = LOAD_PRICE * load_seconds(seat) + _EVICTION_PRICE * seat.toll
+        if demand.regret > price:
+            demand.regret = 0.0
+            seat.work.wanted = (candidate, job, now + _WANTED_LOADS * load_seconds(seat))
+            self._load_wanted(seat.work)
+
+    def _load_wanted(self, work: Work) -> None:
+        """Starts a load that pays, at a moment at which it makes nobody wait for those that it may drive out."""
+        if work.wanted is None or self.start_load is None:
+            return
+        candidate, job, until = work.wanted
+        seat, now = self.forecast.seat(candidate), self.forecast.clock()
+        if seat.warm or seat.loading is not None or now > until:
+            work.wanted = None
+        elif not (work.bookings and work.chance_of_eviction(seat.size)) and self._free(seat, job, now):
+            work.wanted = None
+            self.start_load(candidate, job)
+
+    # -- what is predicted
+
+    def rehearsal(self) -> Policy:
+        return _Rehearsal(self)
+
+    def terms(self, candidates: list[Candidate], job: Job | None = None) -> list[Terms]:
+        return [_terms(prediction) for prediction in self.explain(candidates, job or Job(_SOMETHING))]
+
+    def first_token_seconds(self, candidates: list[Candidate], job: Job) -> float | None:
+        if not candidates:
+            return None
+        return min(self.explain(candidates, job), key=score).first_token
+
+    def explain(self, candidates: list[Candidate], job: Job) -> list[Prediction]:
+        """Every term for every candidate, in their order."""
+        plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
+        seats = [self.forecast.seat(candidate) for candidate in candidates]
+        best = min((each.prefill + each.decode for each in plain), default=0.0)
+        elsewhere = any(not seat.cold for seat in seats)
+        return [self.forecast.prediction(seat, job, best, elsewhere) for seat in seats]
+
+
+class _Rehearsal(Policy):
+    """The same order, without lots, and nobody waits or is counted for it."""
+
+    def __init__(self, policy: ShortestExpectedDelay) -> None:
+        self._policy = policy
+
+    def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
+        if not candidates or candidates[0].node.cloud:
+            return candidates
+        job = job or Job(_SOMETHING)
+        scores = [score(prediction) for prediction in self._policy.explain(candidates, job)]
+        return [candidates[place] for place in sorted(range(len(candidates)), key=scores.__getitem__)]
+
+
+def score(prediction: Prediction) -> float:
+    """What the choice goes by: a prediction's own score, with the wait for the first word counted more."""
+    return prediction.score + _FIRST_TOKEN_WEIGHT * prediction.first_token
+
+
+def _terms(prediction: Prediction) -> Terms:
+    terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
+    return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
+
+
+def _score(each: tuple[float, float, Seat, Candidate]) -> float:
+    return each[0]
+
+
+def _service(each: tuple[float, float, Seat, Candidate]) -> float:
+    return each[1]

@@ -1,0 +1,340 @@
+"""What each node is doing now, and what it has shown of itself: what a forecast is made of.
+
+A `Seat` is one model on one node. A `Booking` is one request on a seat, from the moment it is sent there to its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING
+
+from app.routing.demand import Demand
+from app.routing.job import Job
+from app.routing.prefixes import Held
+from app.routing.slots import Slots
+from app.routing.speeds import Known, Speed
+
+if TYPE_CHECKING:
+    from app.routing.registry import Candidate, Node
+
+Clock = Callable[[], float]
+
+DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
+_OVERDUE = 0.25  # of the expected time, that what should be over still takes
+_SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
+_LATE_SECONDS = 0.05
+_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.5, 0.9  # chances that a load drives another model out
+_USUAL_MODELS = 3  # that engines keep at once where memory allows
+
+
+class Loading:
+    """A model on its way into memory. `carrier` is the booking that asked for it, None for a load for its own sake."""
+
+    __slots__ = ("blocks", "carrier", "expected", "others", "since")
+
+    def __init__(self, since: float, expected: float, carrier: Booking | None, others: frozenset[str]) -> None:
+        self.since = since
+        self.expected = expected
+        self.carrier = carrier
+        self.others = others  # what was in memory when it began
+        self.blocks = 0.0  # how likely the engine waits until nobody uses another model, to drive that out
+
+    def left(self, now: float) -> float:
+        return max(self.since + self.expected - now, _OVERDUE * max(now - self.since, 0.2 * self.expected))
+
+
+class Booking:
+    """One request on a seat."""
+
+    __slots__ = (
+        "began",
+        "decode_seconds",
+        "expected_first",
+        "fresh",
+        "hit",
+        "job",
+        "placed",
+        "running_before",
+        "seat",
+        "waited_for_load",
+    )
+
+    def __init__(self, seat: Seat, job: Job, now: float) -> None:
+        self.seat = seat
+        self.job = job
+        self.placed = now
+        self.began: float | None = None
+        self.running_before = 0.0
+        self.fresh = self.hit = 0.0  # tokens to read, and tokens believed to be cached
+        self.expected_first = self.decode_seconds = 0.0
+        self.waited_for_load = False
+
+    @property
+    def carries(self) -> bool:
+        """Whether it is the request that makes the node load the model."""
+        loading = self.seat.loading
+        return loading is not None and loading.carrier is self
+
+    @property
+    def runs(self) -> bool:
+        """Whether it holds a slot for sure: it has begun, or begins to be seen only when it is over."""
+        return self.began is not None or not self.job.stream
+
+    def left(self, now: float) -> float:
+        """Seconds until it will be over."""
+        expected = self.expected_first + self.decode_seconds
+        if self.began is None:
+            return max(self.placed + expected - now, self.decode_seconds, _OVERDUE * expected)
+        return max(self.began + self.decode_seconds - now, _OVERDUE * self.decode_seconds)
+
+
+class Work:
+    """One node: who is on it, and who waits for it."""
+
+    __slots__ = (
+        "bookings",
+        "ended_alike",
+        "ended_at",
+        "incarnation",
+        "load_over",
+        "node",
+        "number",
+        "promised",
+        "running",
+        "running_at",
+        "running_sum",
+        "seats",
+        "slots",
+        "together_max",
+        "turned_out_at",
+        "version",
+        "wanted",
+    )
+
+    def __init__(self, node: Node, number: int, now: float) -> None:
+        self.node = node
+        self.number = number
+        self.version = 0  # goes up whenever forecasts have to be made anew
+        self.incarnation = node.incarnation
+        self.seats: dict[str, Seat] = {}
+        self.bookings: dict[Booking, None] = {}  # in the order in which they came
+        self.promised: dict[Job, float] = {}  # requests that wait for this node, and the seconds that they will take
+        self.slots = Slots(careful=self.careful)
+        self.running = 0
+        self.running_sum = 0.0  # streams x seconds
+        self.running_at = now
+        self.ended_at = 0.0
+        self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
+        self.together_max = 1  # most models seen in memory at once
+        self.turned_out_at: int | None = None  # so many were too many
+        self.wanted: tuple[Candidate, Job, float] | None = None  # a load that pays, for which request, until when
+        self.load_over: tuple[str, frozenset[str]] | None = None  # a model that came, and what was there before
+
+    @property
+    def careful(self) -> bool:
+        kind = self.node.kind
+        return kind is not None and kind.probe.loaded_path is not None
+
+    # -- memory
+
+    def in_memory(self) -> frozenset[str]:
+        listed = frozenset(self.node.loaded or ())
+        return listed.union(model for model, seat in self.seats.items() if seat.warm) - frozenset(
+            model for model, seat in self.seats.items() if not seat.warm
+        )
+
+    def chance_of_eviction(self, size: float) -> float:
+        """How likely a load of so many bytes drives another model out."""
+        there = self.in_memory().union(seat.model for seat in self.seats.values() if seat.loading is not None)
+        count = len(there) + 1
+        if count == 1:
+            return 0.0
+        vram = self.node.spec.vram_gb
+        if vram is not None and size:
+            return _FITS if size + self._bytes(there) <= vram * 1e9 else 1.0
+        if self.turned_out_at is not None and count >= self.turned_out_at:
+            return 1.0
+        if count <= self.together_max:
+            return _FITS
+        return _UNCERTAIN if count <= _USUAL_MODELS else _HARDLY
+
+    def _bytes(self, models: Iterable[str]) -> float:
+        loaded = self.node.loaded or {}
+        sizes = [(loaded[model].vram_bytes or 0) if model in loaded else 0 for model in models]
+        return float(sum(sizes))
+
+    def others(self, seat: Seat) -> list[Seat]:
+        """The models that are in memory or on their way, beside this one."""
+        return [each for each in self.seats.values() if each is not seat and (each.loading is not None or each.warm)]
+
+    def victim(self, seat: Seat) -> Seat | None:
+        """Whom a load would drive out: as engines do, the idle one that was used longest ago."""
+        return min(self.others(seat), key=lambda each: (each.count > 0, each.used_at), default=None)
+
+    def listed(self) -> None:
+        """The node has said what is in its memory."""
+        there = frozenset(self.node.loaded or ())
+        self.version += 1
+        self.together_max = max(self.together_max, len(there))
+        for seat in self.seats.values():
+            if seat.model not in there and seat.warm_before and not seat.warm:
+                seat.demand.prefixes.forget(seat.held)  # it was unloaded
+            seat.warm_before = seat.warm
+            seat.doubted_until = 0.0
+        if self.turned_out_at is not None and len(there) >= self.turned_out_at:
+            self.turned_out_at = None
+        if self.load_over is not None and self.load_over[0] in there:
+            others = self.load_over[1]
+            self.load_over = None
+            if others - there:
+                self.turned_out_at = min(len(others) + 1, self.turned_out_at or 99)
+                self.together_max = min(self.together_max, max(len(there), 1))
+
+    def load_ended(self, loading: Loading, model: str, now: float) -> None:
+        """Remembers what was there before a load, until the node lists what is there now."""
+        self.load_over = (model, loading.others - {model})
+        if loading.blocks:
+            for seat in self.seats.values():
+                if seat.model != model and seat.model in loading.others:
+                    seat.doubted_until = now + DOUBT_SECONDS
+
+    # -- slots
+
+    def room(self, seat: Seat, *, guessed: bool = True) -> float:
+        """Requests that could start on the seat at once; none or less when it is full.
+
+        Without what is `guessed`, only what the operator says or requests have shown counts.
+        """
+        given = self.node.spec.max_concurrency
+        busy = self.node.in_flight_everywhere
+        if given is not None:
+            return given - busy
+        return min(self.slots.limit(guessed) - busy, seat.slots.limit(guessed) - seat.count)
+
+    def wait(self, room: float, now: float) -> float:
+        """Seconds until one more request could start, with so much `room`, after those that wait for the node now."""
+        ends = sorted(booking.left(now) for booking in self.bookings)
+        limit = max(1, int(self.node.in_flight_everywhere + room))
+        ends = ends[-limit:] + [0.0] * (limit - len(ends))
+        heapify(ends)
+        for place, seconds in enumerate(self.promised.values()):
+            if place >= 64:
+                return ends[0] + sum(list(self.promised.values())[64:]) / limit
+            heapreplace(ends, ends[0] + seconds)
+        return ends[0]
+
+    def tick(self, now: float) -> float:
+        """Streams x seconds so far."""
+        self.running_sum += self.running * (now - self.running_at)
+        self.running_at = now
+        return self.running_sum
+
+    def forget(self) -> None:
+        """The engine may have been started anew."""
+        self.incarnation = self.node.incarnation
+        for seat in self.seats.values():
+            seat.forget()
+        self.version += 1
+
+
+class Seat:
+    """One model on one node.
+
+    What `__init__` sets from `version` on is a forecast, good until the node's own version changes.
+    """
+
+    __slots__ = (
+        "alone_s",
+        "cold",
+        "confirmed",
+        "count",
+        "crowding",
+        "decode_s",
+        "demand",
+        "doubted_until",
+        "good_until",
+        "guess_until",
+        "held",
+        "load_s",
+        "load_wait",
+        "loading",
+        "model",
+        "prefill_s",
+        "press",
+        "ready_at",
+        "rest",
+        "share",
+        "size",
+        "slot_wait",
+        "slots",
+        "speed",
+        "toll",
+        "used_at",
+        "version",
+        "warm_before",
+        "work",
+    )
+
+    def __init__(self, work: Work, model: str, demand: Demand, size: float) -> None:
+        self.work = work
+        self.model = model
+        self.demand = demand
+        self.size = size
+        self.held = Held(work.number)
+        self.speed = Speed()
+        self.slots = Slots(careful=work.careful)
+        self.count = 0  # requests on it
+        self.loading: Loading | None = None
+        self.confirmed: object = None  # what the node listed when an answer showed that the model is in memory
+        self.warm_before = False  # when the node last said what is in memory
+        self.doubted_until = 0.0  # it may have been driven out: wait for what the node says
+        self.used_at = 0.0
+        self.version = -1
+        self.good_until = 0.0
+        self.guess_until = -1.0
+        self.alone_s = self.decode_s = self.prefill_s = 0.0
+        self.crowding = 0.0
+        self.cold = False
+        self.load_s = self.load_wait = self.slot_wait = 0.0
+        self.ready_at = self.press = self.rest = self.toll = self.share = 0.0
+
+    @property
+    def warm(self) -> bool:
+        """Whether the model is in memory: the node lists it, or has answered since it last listed what is."""
+        loaded = self.work.node.loaded
+        if loaded is None or self.model in loaded:
+            return True
+        return self.confirmed is loaded or any(
+            booking.seat is self and booking.began is not None for booking in self.work.bookings
+        )
+
+    @property
+    def power(self) -> float:
+        """What the operator says of the node: a hint while it has shown nothing."""
+        spec = self.work.node.spec
+        if spec.speed is not None:
+            return spec.weight * spec.speed
+        return spec.weight * math.sqrt(spec.max_concurrency or 4)
+
+    def forget(self) -> None:
+        self.demand.prefixes.forget(self.held)
+        self.slots.forget()
+        self.confirmed = None
+
+    def known(self, take: Callable[[Seat], float | None]) -> Known | None:
+        seconds = take(self)
+        return None if seconds is None else Known(seconds, self.power, self.size)
+
+
+def shown_prefill(seat: Seat) -> float | None:
+    return seat.speed.prefill.value if seat.speed.prefill.known else None
+
+
+def shown_decode(seat: Seat) -> float | None:
+    return seat.speed.decode.line()[0] if seat.speed.decode.known else None
+
+
+def shown_load(seat: Seat) -> float | None:
+    return seat.speed.load.value if seat.speed.load.known else None

@@ -1,0 +1,45 @@
+"""Whole clusters in simulated time: the policy against those that know less."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from benchmarks.decision import microseconds
+from benchmarks.scheduling import play, scenes
+
+
+@pytest.mark.parametrize("cluster", ["four", "pair"])
+@pytest.mark.parametrize("hints", [True, False], ids=["hints", "no hints"])
+def test_it_beats_policies_that_know_less(cluster: str, hints: bool) -> None:
+    scene = scenes()[cluster]
+    ours = play(scene, "shortest_expected_delay", count=25, hints=hints)
+
+    others = [play(scene, name, count=25, hints=hints) for name in ("least_connections", "round_robin")]
+
+    assert not ours.failed
+    assert mean(ours.stretch) < 0.5 * min(mean(other.stretch) for other in others)
+    assert ours.loads < min(other.loads for other in others)
+
+
+def test_it_is_near_to_what_someone_who_knows_all_would_do() -> None:
+    scene = scenes()["pair"]
+
+    ours, best = (play(scene, name, count=40) for name in ("shortest_expected_delay", "placed"))
+
+    assert mean(ours.stretch) < 1.3 * mean(best.stretch)
+    assert ours.loads <= 4
+
+
+def test_no_request_fails_when_a_node_dies_before_it_answers_or_comes_back() -> None:
+    result = play(scenes()["twins"], "shortest_expected_delay", count=30, kill=1)
+
+    assert all("it closed the connection" in failed or "died" in failed for failed in result.failed)
+    assert len(result.failed) <= 4  # answers that had begun there
+
+
+def test_a_decision_is_cheap() -> None:
+    _, decision = microseconds(20, 6, 1000)
+
+    assert decision < 150  # 26 on an idle machine
