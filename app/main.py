@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Set
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.telemetry import TelemetryConfig
 from pydantic import SecretStr
 from starlette.middleware.cors import CORSMiddleware
@@ -97,6 +97,133 @@ class Phase:
     closing: bool = False
 
 
+class Parts:
+    """All that one gateway consists of, put together and not opened yet."""
+
+    def __init__(self, settings: Settings, sink: LineSink, slates: Slates | None) -> None:
+        self.settings = settings
+        self.instance_id = new_instance_id()
+        self.log = log = make_logger(sink, settings.log_level, settings.log_format)
+        self.phase = Phase()
+        self.traces = _traces(settings, self.instance_id, log)
+        self.policy = POLICIES[settings.lb_strategy]()
+        self.admission = Admission(chooser=self.policy if self.policy.schedules else None)
+        self.registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], self.admission.changed)
+        self.routes = Routes(settings.routes_config(), self.registry)
+        self.metrics = Metrics(self.registry, self.admission, slates, log.warning)
+        line = make_request_line(sink, settings.log_level, settings.log_format)
+        self.reporter = Reporter(log, line, settings.lb_strategy)
+        self.ring = Ring(settings.lb_strategy, has_cloud=bool(settings.cloud_specs()))
+        self._know_nodes()
+        self._share()
+        self._keep_books()
+        self._dispatch()
+        self._guard()
+
+    def _know_nodes(self) -> None:
+        settings, log = self.settings, self.log
+        trust = Trust()
+        self.prober = Prober(
+            self.registry,
+            detect_order(),
+            interval_seconds=settings.health_check_interval,
+            timeout_seconds=settings.health_check_timeout,
+            log=log,
+            trust=trust,
+        )
+        self.upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout, trust)
+        self.calls = NodeCalls(trust)
+        self.links = Links(self.calls, disaggregations(_migration(settings)))
+        nodes_path = settings.nodes_path()
+        self.membership = Membership(
+            self.registry,
+            make_node=lambda spec: _node(spec, settings, log),
+            watcher=self.prober,
+            store=NodeStore(nodes_path) if nodes_path else None,
+            on_trouble=log.warning,
+            on_leave=self._forget,
+        )
+
+    def _forget(self, node: Node) -> None:
+        self.links.drop(node)
+        self.policy.dropped(node)
+
+    def _share(self) -> None:
+        settings, log = self.settings, self.log
+        self.link = Link(settings.redis_url.get_secret_value(), log.warning) if settings.redis_url else None
+        self.limits = Limits(self.link)
+        self.fleet: Fleet | None = None
+        if self.link is not None:
+            self.fleet = Fleet(
+                self.link,
+                self.registry,
+                self.membership,
+                self.instance_id,
+                declared=settings.local_node_specs(),
+                on_freed=self.admission.freed,
+                on_trouble=log.warning,
+            )
+            self.metrics.add(sharing_gauges(self.link, self.peers))
+
+    def peers(self) -> Set[str]:
+        """The other replicas."""
+        return self.fleet.peers if self.fleet else frozenset()
+
+    def _keep_books(self) -> None:
+        self.estimator = TokenEstimator()
+        self.treasury = _treasury(
+            self.settings,
+            registry=self.registry,
+            routes=self.routes,
+            link=self.link,
+            instance=self.instance_id,
+            alive=self.fleet.alive if self.fleet else None,
+            estimator=self.estimator,
+            on_trouble=self.log.warning,
+            on_row=self.metrics.counts.booked,
+        )
+        if self.treasury is not None:
+            self.metrics.add_source(self.treasury.funds())
+
+    def _dispatch(self) -> None:
+        settings = self.settings
+        self.choice = Choice(
+            self.policy,
+            self.admission,
+            self.metrics.counts,
+            settings.first_token_timeout,
+            purse=self.treasury.purse if self.treasury else None,
+            spill_after_ms=settings.spill_after_ms,
+        )
+        asking = Asking(self.upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
+        self.loads = _loads(self.policy, asking, self.prober)
+        pairs = None
+        if settings.serving_strategy == "DistServe":
+            pairs = Pairs(self.choice, asking, self.links, _leaks(self.metrics.counts, self.log))
+        self.dispatcher = Dispatcher(
+            registry=self.registry,
+            routes=self.routes,
+            choice=self.choice,
+            asking=asking,
+            retry=Retry(settings.max_attempts),
+            request_seconds=settings.request_timeout,
+            pairs=pairs,
+            loads=self.loads,
+            suspect=self.prober.suspect,
+            on_missing=self.reporter.advice.missing,
+        )
+
+    def _guard(self) -> None:
+        settings = self.settings
+        self.sessions = Sessions(_plain(settings.admin_keys)) if settings.admin_keys else None
+        self.doors = Doors(
+            Keyring(_plain(settings.api_keys), rate=settings.default_rate()),
+            Keyring(_plain(settings.admin_keys), "admin", "ADMIN_KEYS"),
+            self.treasury.keys if self.treasury else None,
+            self.sessions,
+        )
+
+
 def create_app(
     settings: Settings, sink: LineSink | None = None, *, keeps_nodes: bool = True, slates: Slates | None = None
 ) -> FastAPI:
@@ -104,194 +231,21 @@ def create_app(
 
     Of several processes with one nodes file only one `keeps_nodes`; the others read it. Their metrics meet in `slates`.
     """
-    instance_id = new_instance_id()
-    max_body_bytes = int(settings.max_body_mb * 2**20)
-    sink = sink or open_writer()
-    log = make_logger(sink, settings.log_level, settings.log_format)
-    phase = Phase()
-    policy = POLICIES[settings.lb_strategy]()
-    traces = _traces(settings, instance_id, log)
-    admission = Admission(chooser=policy if policy.schedules else None)
-    registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], admission.changed)
-    routes = Routes(settings.routes_config(), registry)
-    trust = Trust()
-    prober = Prober(
-        registry,
-        detect_order(),
-        interval_seconds=settings.health_check_interval,
-        timeout_seconds=settings.health_check_timeout,
-        log=log,
-        trust=trust,
-    )
-    metrics = Metrics(registry, admission, slates, log.warning)
-    line = make_request_line(sink, settings.log_level, settings.log_format)
-    reporter = Reporter(log, line, settings.lb_strategy)
-    upstream = Upstream(f"hearth/{__version__}", settings.connect_timeout, trust)
-    calls = NodeCalls(trust)
-    links = Links(calls, disaggregations(_migration(settings)))
-    nodes_path = settings.nodes_path()
-
-    def leaves(node: Node) -> None:
-        links.drop(node)
-        policy.dropped(node)
-
-    membership = Membership(
-        registry,
-        make_node=lambda spec: _node(spec, settings, log),
-        watcher=prober,
-        store=NodeStore(nodes_path) if nodes_path else None,
-        on_trouble=log.warning,
-        on_leave=leaves,
-    )
-    link = Link(settings.redis_url.get_secret_value(), log.warning) if settings.redis_url else None
-    fleet = None
-    if link is not None:
-        fleet = Fleet(
-            link,
-            registry,
-            membership,
-            instance_id,
-            declared=settings.local_node_specs(),
-            on_freed=admission.freed,
-            on_trouble=log.warning,
-        )
-        metrics.add(sharing_gauges(link, lambda: fleet.peers))
-    estimator = TokenEstimator()
-    limits = Limits(link)
-    treasury = _treasury(
-        settings,
-        registry=registry,
-        routes=routes,
-        link=link,
-        instance=instance_id,
-        alive=fleet.alive if fleet else None,
-        estimator=estimator,
-        on_trouble=log.warning,
-        on_row=metrics.counts.booked,
-    )
-    if treasury is not None:
-        metrics.add_source(treasury.funds())
-    choice = Choice(
-        policy,
-        admission,
-        metrics.counts,
-        settings.first_token_timeout,
-        purse=treasury.purse if treasury else None,
-        spill_after_ms=settings.spill_after_ms,
-    )
-    asking = Asking(upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
-    loads = _loads(policy, asking, prober)
-    dispatcher = Dispatcher(
-        registry=registry,
-        routes=routes,
-        choice=choice,
-        asking=asking,
-        retry=Retry(settings.max_attempts),
-        request_seconds=settings.request_timeout,
-        pairs=Pairs(choice, asking, links, _leaks(metrics.counts, log))
-        if settings.serving_strategy == "DistServe"
-        else None,
-        loads=loads,
-        suspect=prober.suspect,
-        on_missing=reporter.advice.missing,
-    )
-    sessions = Sessions(_plain(settings.admin_keys)) if settings.admin_keys else None
-    doors = Doors(
-        Keyring(_plain(settings.api_keys), rate=settings.default_rate()),
-        Keyring(_plain(settings.admin_keys), "admin", "ADMIN_KEYS"),
-        treasury.keys if treasury else None,
-        sessions,
-    )
+    parts = Parts(settings, sink or open_writer(), slates)
     app = FrontDoor(
         title="Hearth",
         version=__version__,
         description="A local-first LLM gateway: one OpenAI base_url in front of your own nodes, the cloud last.",
-        lifespan=_lifespan(
-            upstream,
-            calls,
-            prober,
-            membership,
-            links,
-            loads,
-            keeps_nodes,
-            link,
-            fleet,
-            limits,
-            treasury,
-            metrics,
-            traces,
-        ),
+        lifespan=_lifespan(parts, keeps_nodes),
         redirect_slashes=False,
         telemetry=_TELEMETRY_OFF,
     )
-    app.state.phase = phase
-    app.state.instance_id = instance_id
-    app.state.fleet = fleet
-    models = Models(registry, routes, int(time.time()))
-    app.include_router(control_routes(registry, models, doors, metrics.render, CONTENT_TYPE))
-    for router in NodeApi(
-        registry=registry,
-        membership=membership,
-        doors=doors,
-        open_to_all=settings.nodes_open,
-        networks=settings.nodes_networks,
-        peer_address=settings.nodes_peer_address,
-        read_spec=local_node,
-        discover=calls.discover,
-        terminate=calls.terminate,
-        links=links,
-    ).routers():
+    app.state.phase = parts.phase
+    app.state.instance_id = parts.instance_id
+    app.state.fleet = parts.fleet
+    for router in (*_routers(parts), *_node_routers(parts)):
         app.include_router(router)
-    app.include_router(KeyApi(treasury.keys if treasury else None, doors).router())
-    app.include_router(
-        UsageApi(
-            doors=doors,
-            books=treasury.books if treasury else None,
-            accounts=treasury.accounts if treasury else (),
-            on_reconciled=treasury.reconciled if treasury else None,
-        ).router()
-    )
-    ring = Ring(settings.lb_strategy, has_cloud=bool(settings.cloud_specs()))
-    app.include_router(RequestApi(ring, doors).router())
-    explainer = Explainer(
-        registry=registry,
-        dispatcher=dispatcher,
-        choice=choice,
-        policy=settings.lb_strategy,
-        max_attempts=settings.max_attempts,
-    )
-    callers = treasury.keys.callers if treasury else tuple[Caller, ...]
-    app.include_router(ExplainApi(explainer, doors, callers, max_body_bytes).router())
-    snapshots = Snapshots(
-        About(__version__, instance_id, settings.lb_strategy, time.monotonic()),
-        registry=registry,
-        admission=admission,
-        ring=ring,
-        money=Money(treasury.books, treasury.accounts) if treasury else None,
-        peers=lambda: fleet.peers if fleet else (),
-        closing=lambda: phase.closing,
-        on_trouble=log.error,
-    )
-    app.include_router(Dashboard(snapshots, doors, sessions, registry, membership).router())
-    turnstile = Turnstile(limits, estimator.estimate_prompt)
-    reports: list[Report] = [*([treasury.bookkeeper] if treasury else []), metrics.counts, reporter, ring]
-    if traces is not None:
-        reports.append(traces)
-    for path, operation in _ROUTES.items():
-        endpoint = Inference(
-            operation,
-            dispatcher=dispatcher,
-            doors=doors,
-            reports=reports,
-            on_bug=reporter.bug,
-            max_body_bytes=max_body_bytes,
-            closing=lambda: phase.closing,
-            turnstile=turnstile,
-            begin_span=traces.begin if traces else None,
-        )
-        # People write base_url with and without /v1. A redirect would lose the body.
-        for prefix in ("/v1", ""):
-            app.add_hot_route(prefix + path, _with_cors(endpoint, settings))
+    _add_inference(app, parts)
     render_errors(app)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, **_cors(settings))
@@ -299,35 +253,101 @@ def create_app(
     return app
 
 
-def _lifespan(
-    upstream: Upstream,
-    calls: NodeCalls,
-    prober: Prober,
-    membership: Membership,
-    links: Links,
-    loads: Loads | None,
-    keeps_nodes: bool,
-    link: Link | None,
-    fleet: Fleet | None,
-    limits: Limits,
-    treasury: Treasury | None,
-    metrics: Metrics,
-    traces: Traces | None,
-) -> Any:
+def _routers(parts: Parts) -> Iterator[APIRouter]:
+    """What is not hot: models, operations, administration."""
+    doors, registry, treasury = parts.doors, parts.registry, parts.treasury
+    models = Models(registry, parts.routes, int(time.time()))
+    yield control_routes(registry, models, doors, parts.metrics.render, CONTENT_TYPE)
+    yield KeyApi(treasury.keys if treasury else None, doors).router()
+    yield UsageApi(
+        doors=doors,
+        books=treasury.books if treasury else None,
+        accounts=treasury.accounts if treasury else (),
+        on_reconciled=treasury.reconciled if treasury else None,
+    ).router()
+    yield RequestApi(parts.ring, doors).router()
+    explainer = Explainer(
+        registry=registry,
+        dispatcher=parts.dispatcher,
+        choice=parts.choice,
+        policy=parts.settings.lb_strategy,
+        max_attempts=parts.settings.max_attempts,
+    )
+    callers = treasury.keys.callers if treasury else tuple[Caller, ...]
+    yield ExplainApi(explainer, doors, callers, _body_bytes(parts.settings)).router()
+    snapshots = Snapshots(
+        About(__version__, parts.instance_id, parts.settings.lb_strategy, time.monotonic()),
+        registry=registry,
+        admission=parts.admission,
+        ring=parts.ring,
+        money=Money(treasury.books, treasury.accounts) if treasury else None,
+        peers=parts.peers,
+        closing=lambda: parts.phase.closing,
+        on_trouble=parts.log.error,
+    )
+    yield Dashboard(snapshots, doors, parts.sessions, registry, parts.membership).router()
+
+
+def _node_routers(parts: Parts) -> Iterable[APIRouter]:
+    settings = parts.settings
+    return NodeApi(
+        registry=parts.registry,
+        membership=parts.membership,
+        doors=parts.doors,
+        open_to_all=settings.nodes_open,
+        networks=settings.nodes_networks,
+        peer_address=settings.nodes_peer_address,
+        read_spec=local_node,
+        discover=parts.calls.discover,
+        terminate=parts.calls.terminate,
+        links=parts.links,
+    ).routers()
+
+
+def _add_inference(app: FrontDoor, parts: Parts) -> None:
+    """The hot routes."""
+    turnstile = Turnstile(parts.limits, parts.estimator.estimate_prompt)
+    reports: list[Report] = [parts.metrics.counts, parts.reporter, parts.ring]
+    if parts.treasury is not None:
+        reports.insert(0, parts.treasury.bookkeeper)
+    if parts.traces is not None:
+        reports.append(parts.traces)
+    for path, operation in _ROUTES.items():
+        endpoint = Inference(
+            operation,
+            dispatcher=parts.dispatcher,
+            doors=parts.doors,
+            reports=reports,
+            on_bug=parts.reporter.bug,
+            max_body_bytes=_body_bytes(parts.settings),
+            closing=lambda: parts.phase.closing,
+            turnstile=turnstile,
+            begin_span=parts.traces.begin if parts.traces else None,
+        )
+        # People write base_url with and without /v1. A redirect would lose the body.
+        for prefix in ("/v1", ""):
+            app.add_hot_route(prefix + path, _with_cors(endpoint, parts.settings))
+
+
+def _lifespan(parts: Parts, keeps_nodes: bool) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        stores = link or nullcontext(), treasury or nullcontext()
-        async with upstream, calls, traces or nullcontext(), stores[0], limits, stores[1], metrics:
-            await membership.restore()
-            background = [asyncio.create_task(prober.run(), name="probes")]
+        async with AsyncExitStack() as stack:
+            for part in (
+                *(parts.upstream, parts.calls, parts.traces, parts.link, parts.limits, parts.treasury, parts.metrics),
+            ):
+                if part is not None:
+                    await stack.enter_async_context(part)
+            await parts.membership.restore()
+            background = [asyncio.create_task(parts.prober.run(), name="probes")]
             if keeps_nodes:
-                background.append(asyncio.create_task(membership.keep(), name="node store"))
-            if fleet is not None:
-                await fleet.start()
-                background.append(asyncio.create_task(fleet.run(), name="fleet"))
+                background.append(asyncio.create_task(parts.membership.keep(), name="node store"))
+            if parts.fleet is not None:
+                await parts.fleet.start()
+                background.append(asyncio.create_task(parts.fleet.run(), name="fleet"))
             # A moment for the first look at the nodes, so that the first request finds them; they need not be up.
             with suppress(TimeoutError):
-                await asyncio.wait_for(prober.first_round.wait(), _FIRST_PROBES_SECONDS)
+                await asyncio.wait_for(parts.prober.first_round.wait(), _FIRST_PROBES_SECONDS)
             _quiet_gc()
             try:
                 yield
@@ -335,9 +355,9 @@ def _lifespan(
                 for task in background:
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
-                await links.close()
-                if loads is not None:
-                    await loads.close()
+                await parts.links.close()
+                if parts.loads is not None:
+                    await parts.loads.close()
 
     return lifespan
 
@@ -357,6 +377,10 @@ def _quiet_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
+
+
+def _body_bytes(settings: Settings) -> int:
+    return int(settings.max_body_mb * 2**20)
 
 
 def _specs(settings: Settings) -> tuple[NodeSpec, ...]:

@@ -193,7 +193,7 @@ class _Exchange:
         else:
             headers.append((b"content-length", b"%d" % len(reply.first)))
         self.started = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers, "checked": True})
         data = reply.first
         try:
             while not reply.over:

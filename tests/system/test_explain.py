@@ -107,7 +107,7 @@ async def _warm(site: Site) -> None:
     await until(known, "n1 is known to have the model in memory")
 
 
-BY_LOT = {"random", "min_expected_latency", "min_observed_latency"}
+BY_LOT = {"random", "min_expected_latency", "min_observed_latency", "shortest_expected_delay"}
 CLOUD = {"model_map": json.dumps(FAR)}
 SITUATIONS = {
     "cold model": Situation(

@@ -230,7 +230,7 @@ async def test_two_hundred_clients_at_once_each_get_their_own_answer() -> None:
         FakeOllama(models=["m"], echo="{}", token_seconds=0.002) as one,
         FakeVLLM(models=["m"], echo="{}") as two,
     ):
-        async with gateway(one, two, **PROBED_ONCE) as hearth:
+        async with gateway(one, two, lb_strategy="least_connections", **PROBED_ONCE) as hearth:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             async with httpx.AsyncClient(base_url=hearth.url, limits=limits, timeout=30) as client:
 

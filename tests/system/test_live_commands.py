@@ -33,7 +33,7 @@ async def hearth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("HEARTH_ADMIN_KEY", KEY)
     async with FakeOllama(models=["m"]) as node, FakeOllama(models=["m"]) as other:
-        async with gateway(node, other, admin_keys=KEY) as running:
+        async with gateway(node, other, admin_keys=KEY, lb_strategy="least_connections") as running:
             running.client.headers["authorization"] = f"Bearer {KEY}"
             await running.state("n0", "healthy")
             await running.state("n1", "healthy")

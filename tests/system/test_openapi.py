@@ -48,7 +48,7 @@ def managed_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from _served(tmp_path_factory, database_url="sqlite:///hearth.db")
 
 
-def _served(tmp_path_factory: pytest.TempPathFactory, **settings: str) -> Iterator[str]:
+def _served(tmp_path_factory: pytest.TempPathFactory, **settings: Any) -> Iterator[str]:
     """A gateway in front of an Ollama.
 
     Not in this thread, which waits for the answers, nor in this process, where Hypothesis rules over `random`.

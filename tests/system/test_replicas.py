@@ -32,7 +32,8 @@ CONVERGED_SECONDS = 5.0
 
 @asynccontextmanager
 async def replicas(count: int, url: str, *nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[list[Gateway]]:
-    """So many gateways that know of each other."""
+    """So many gateways that know of each other. They ask nodes in a way that a test can rely on."""
+    settings.setdefault("lb_strategy", "least_connections")
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(gateway(*nodes, redis_url=url, **settings)) for _ in range(count)]
         await acquainted(found)
@@ -268,7 +269,7 @@ async def test_words_that_nobody_understands_are_told_once_and_do_no_harm(valkey
 
 
 async def test_a_node_that_fails_for_one_is_left_alone_by_all_until_it_works_for_one(valkey_url: str) -> None:
-    settings: Any = {"breaker_fail_max": 2, "breaker_reset_timeout": 0.5}
+    settings: Any = {"breaker_fail_max": 2, "breaker_reset_timeout": 0.5, "lb_strategy": "round_robin"}
     async with FakeVLLM(models=["m"]) as bad, FakeVLLM(models=["m"]) as good:
         async with replicas(3, valkey_url, bad, good, **settings) as found:
             bad.behave(Behaviour.STATUS_500, on=On.INFERENCE)
