@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE ?=
 ARGS ?=
+# Tests wait more than they compute, so that more processes than processors are of use.
+PROCESSES ?= $(shell python3 -c 'import os; print(2 * (os.cpu_count() or 1) + 1)')
 UPGRADE ?=
 
 .PHONY: help run demo test test-engine lint format lock bench clean runtime-venv dev-venv
@@ -27,7 +29,7 @@ demo: runtime-venv ## Watch a burst of requests survive a node that dies (ENGINE
 	@$(BIN)/python -m demo.burst $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint ## Lint, types and all tests but those that need a real engine
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-engine: dev-venv ## The tests on real llama.cpp servers; the first run installs one (needs g++ and cmake)
 	INSTALL_ONLY=1 scripts/real-engine.sh .engine

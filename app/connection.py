@@ -186,6 +186,7 @@ class Connection(asyncio.Protocol):
 
     def _rested(self) -> None:
         self._rest = None
+        self._heard_at = self._loop.time()  # what waits there already came as fast as before
         self._read_on()
 
     def _read_on(self) -> None:

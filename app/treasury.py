@@ -99,7 +99,6 @@ class Treasury:
             self._prices,
             estimator,
             instance=instance,
-            spec_of=self._spec_of,
             in_the_cloud=self._in_the_cloud,
             on_row=on_row,
         )
@@ -159,9 +158,6 @@ class Treasury:
         for elsewhere in list(self._equivalents.values()):
             if elsewhere is not None:
                 await self._prices.find(*elsewhere)
-
-    def _spec_of(self, name: str) -> NodeSpec | None:
-        return next((node.spec for node in self._registry if node.name == name), None)
 
     def _in_the_cloud(self, model: str) -> tuple[NodeSpec, str] | None:
         if model not in self._equivalents:

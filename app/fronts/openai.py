@@ -232,12 +232,7 @@ class _Exchange:
         trail = self.trail
         headers = [(b"x-request-id", self.id.encode())]
         if trail.node:
-            headers += [
-                (b"x-hearth-node", _header(trail.node)),
-                (b"x-hearth-tier", tier_name(trail.tier).encode()),
-                (b"x-hearth-attempts", b"%d" % trail.tried),
-                (b"x-hearth-model", _header(trail.model)),
-            ]
+            headers += _server_headers(trail.node, trail.tier, trail.tried, trail.model)
         if trail.fallback:
             headers.append((b"x-hearth-fallback", trail.fallback.encode()))
         if self.limits:
@@ -286,6 +281,16 @@ def _check_media_type(headers: dict[bytes, bytes]) -> None:
             raise UnsupportedMediaType("send the body as 'Content-Type: application/json'")
     if b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
         raise UnsupportedMediaType("send the body without a content encoding")
+
+
+@lru_cache(maxsize=1024)
+def _server_headers(node: str, tier: int, tried: int, model: str) -> Headers:
+    return [
+        (b"x-hearth-node", _header(node)),
+        (b"x-hearth-tier", tier_name(tier).encode()),
+        (b"x-hearth-attempts", b"%d" % tried),
+        (b"x-hearth-model", _header(model)),
+    ]
 
 
 @lru_cache(maxsize=1024)

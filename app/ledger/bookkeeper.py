@@ -38,16 +38,14 @@ class Bookkeeper:
         estimator: TokenEstimator,
         *,
         instance: str,
-        spec_of: Callable[[str], NodeSpec | None],
         in_the_cloud: Callable[[str], tuple[NodeSpec, str] | None],
         on_row: Callable[[RequestRow], None] = lambda row: None,
     ) -> None:
-        """`spec_of` finds a local node by name; `in_the_cloud` says who would serve a model there, and as what."""
+        """`in_the_cloud` says who would serve a model there, and as what."""
         self._log = log
         self._prices = prices
         self._estimator = estimator
         self._instance = instance
-        self._spec_of = spec_of
         self._in_the_cloud = in_the_cloud
         self._on_row = on_row
 
@@ -115,7 +113,7 @@ class Bookkeeper:
 
     def _local_cost(self, trail: Trail, usage: Usage) -> int:
         """By the operator's figure."""
-        spec = self._spec_of(trail.node)
+        spec = trail.spec
         if spec is None or spec.price is None:
             return 0
         tariff = self._prices.known(spec, trail.model)

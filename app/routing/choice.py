@@ -260,6 +260,7 @@ class Choice:
         candidate.node.picked = self._choices
         plan.choose(candidate)
         trail.node, trail.tier, trail.model = candidate.node.name, candidate.node.spec.tier, candidate.model
+        trail.spec = candidate.node.spec
         trail.candidates = candidates
         trail.tried += 1
         trail.fallback = _fallback(plan, candidate)

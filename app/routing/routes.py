@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from app.domain import Budget
 from app.errors import ModelNotFound
@@ -37,16 +38,16 @@ class Routes:
 
     def resolve(self, name: str) -> Route:
         """Raises `ModelNotFound`, which lists close names, when nothing can serve the name."""
-        spec = self._mapped(name)
+        spec = self._mapped(name) if self._specs else None
         if spec is not None:
             return _from_spec(spec, name)
         if self._registry.serving(name):
-            return Route(DIRECT, local=name)
+            return _direct(name)
         if self._cloud_lists(name):
             return Route(DIRECT, local=None, cloud=name)
         if self._registry.unlisted():
             # A node that was never reached may have it: no reason to call the name unknown.
-            return Route(DIRECT, local=name)
+            return _direct(name)
         if self._cloud_list_unknown():
             return Route(DIRECT, local=None, cloud=name)
         raise self._not_found(name)
@@ -82,6 +83,11 @@ class Routes:
             yield from (node.models or ())
             if node.spec.default_model:
                 yield node.spec.default_model
+
+
+@lru_cache(maxsize=256)
+def _direct(name: str) -> Route:
+    return Route(DIRECT, local=name)
 
 
 def _from_spec(spec: RouteSpec, asked: str) -> Route:

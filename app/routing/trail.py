@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from app.domain import AttemptRecord, Usage
+from app.domain import AttemptRecord, NodeSpec, Usage
 from app.routing.spans import RequestSpan
 
 EVENT = b"data: "  # begins every event of a stream
@@ -21,6 +21,7 @@ class Trail:
     policy: str = ""
     node: str = ""  # the one that was asked last
     tier: int = 0
+    spec: NodeSpec | None = None  # that node's
     model: str = ""  # the name that it was asked for
     fallback: str = ""  # why it was not the first choice
     cloud_refusal: str | None = None  # why the gate kept it from the cloud

@@ -13,7 +13,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import orjson
@@ -28,6 +28,10 @@ _ROUNDING_SECONDS = 1e-5
 _CALLERS = 10_000
 _PUBLISH_SECONDS = 0.1
 _CHANNEL = "hearth:limits"
+_REQUESTS, _TOKENS = (
+    tuple(b"x-ratelimit-%b-%b" % (what, of) for what in (b"limit", b"remaining", b"reset"))
+    for of in (b"requests", b"tokens")
+)
 
 
 class Verdict(NamedTuple):
@@ -56,9 +60,9 @@ class Verdict(NamedTuple):
         """The `x-ratelimit-*` headers, in OpenAI's form."""
         found: list[tuple[bytes, bytes]] = []
         if self.limit_requests is not None:
-            found += _headers(b"requests", self.limit_requests, self.remaining_requests, self.reset_requests_seconds)
+            found += _headers(_REQUESTS, self.limit_requests, self.reset_requests_seconds)
         if self.limit_tokens is not None:
-            found += _headers(b"tokens", self.limit_tokens, self.remaining_tokens, self.reset_tokens_seconds)
+            found += _headers(_TOKENS, self.limit_tokens, self.reset_tokens_seconds)
         return found
 
 
@@ -200,12 +204,8 @@ def _remaining(limit: int | None, level_seconds: float) -> int:
     return max(0, int((_MINUTE - level_seconds) * (limit or 0) / _MINUTE + 1e-6))
 
 
-def _headers(what: bytes, limit: int, remaining: int, reset: float) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"x-ratelimit-limit-" + what, b"%d" % limit),
-        (b"x-ratelimit-remaining-" + what, b"%d" % remaining),
-        (b"x-ratelimit-reset-" + what, duration(reset).encode()),
-    ]
+def _headers(names: Sequence[bytes], limit: int, reset: float) -> Iterator[tuple[bytes, bytes]]:
+    return zip(names, (b"%d" % limit, b"%d" % _remaining(limit, reset), duration(reset).encode()), strict=True)
 
 
 def duration(seconds: float) -> str:

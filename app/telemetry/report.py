@@ -54,7 +54,7 @@ class Reporter:
             "id": request_id,
             "operation": operation,
             "outcome": outcome,
-            "ms": _ms(trail.seconds()),
+            "ms": round(trail.seconds() * 1000, 1),
             "route": trail.route,
         }
         if trail.trace_id:
@@ -63,7 +63,10 @@ class Reporter:
             fields["asked"] = request.model[:100]
             fields["stream"] = request.stream
         if trail.node:
-            fields |= {"node": trail.node, "tier": tier_name(trail.tier), "model": trail.model, "why": self._why(trail)}
+            fields["node"] = trail.node
+            fields["tier"] = tier_name(trail.tier)
+            fields["model"] = trail.model
+            fields["why"] = self._why(trail)
             fields["attempts"] = [_attempt(record) for record in trail.attempts]
         if trail.fallback:
             fields["fallback"] = trail.fallback
@@ -72,9 +75,9 @@ class Reporter:
         if trail.first_content is not None:
             fields["first_content_ms"] = _ms(trail.first_content - trail.started)
         if trail.usage is not None:
-            fields |= {"tokens_in": trail.usage.prompt_tokens, "tokens_out": trail.usage.completion_tokens}
-            if trail.usage.cached_tokens:
-                fields["tokens_cached"] = trail.usage.cached_tokens
+            fields["tokens_in"], fields["tokens_out"], cached = trail.usage
+            if cached:
+                fields["tokens_cached"] = cached
         if trail.context_filled is not None:
             fields["context_filled"] = trail.context_filled
         if trail.dropped_events:
