@@ -180,7 +180,7 @@ class Parts:
             alive=self.fleet.alive if self.fleet else None,
             estimator=self.estimator,
             on_trouble=self.log.warning,
-            on_row=self.metrics.counts.booked,
+            on_figures=self.metrics.counts.booked,
         )
         if self.treasury is not None:
             self.metrics.add_source(self.treasury.funds())

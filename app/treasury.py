@@ -11,14 +11,13 @@ from typing import Self
 
 from app.domain import NodeSpec
 from app.errors import LedgerUnavailable, ModelNotFound
-from app.ledger.bookkeeper import Bookkeeper
+from app.ledger.bookkeeper import Bookkeeper, OnFigures
 from app.ledger.estimates import TokenEstimator
 from app.ledger.keys import KeyBook
 from app.ledger.prices import PriceBook
 from app.ledger.purse import LedgerPurse, budgets
 from app.ledger.report import LostSpend
 from app.ledger.reservations import OpenReservations
-from app.ledger.rows import RequestRow
 from app.ledger.store import Store
 from app.ledger.usage import LedgerBooks
 from app.ledger.writer import Writer
@@ -61,7 +60,7 @@ class Treasury:
         alive: Alive | None,
         estimator: TokenEstimator,
         on_trouble: Callable[..., None],
-        on_row: Callable[[RequestRow], None],
+        on_figures: OnFigures,
     ) -> None:
         self._cloud = settings.cloud_specs()
         self._routes = routes
@@ -100,7 +99,7 @@ class Treasury:
             estimator,
             instance=instance,
             in_the_cloud=self._in_the_cloud,
-            on_row=on_row,
+            on_figures=on_figures,
         )
 
     def _make_meter(self, settings: Settings, link: Link | None) -> MemoryMeter | SharedMeter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from app.domain import LOCAL_TIER, NodeSpec, Operation, Outcome, Request, Usage
@@ -15,11 +16,14 @@ from app.routing.trail import Trail
 
 _NONE = Usage(0, 0)
 
+# trail, usage, whether it is a guess, cost and saved (micro-dollars)
+OnFigures = Callable[[Trail, Usage, bool, int, int], None]
+
 
 class RequestLog(Protocol):
     """Where rows go."""
 
-    def add(self, row: RequestRow) -> None: ...
+    def add(self, row: Callable[[], RequestRow]) -> None: ...
 
 
 class Prices(Protocol):
@@ -39,15 +43,15 @@ class Bookkeeper:
         *,
         instance: str,
         in_the_cloud: Callable[[str], tuple[NodeSpec, str] | None],
-        on_row: Callable[[RequestRow], None] = lambda row: None,
+        on_figures: OnFigures = lambda trail, usage, estimated, cost, saved: None,
     ) -> None:
-        """`in_the_cloud` says who would serve a model there, and as what."""
+        """`in_the_cloud` says who would serve a model there, and as what. `on_figures` hears of what is not zero."""
         self._log = log
         self._prices = prices
         self._estimator = estimator
         self._instance = instance
         self._in_the_cloud = in_the_cloud
-        self._on_row = on_row
+        self._on_figures = on_figures
 
     def __call__(
         self,
@@ -63,39 +67,53 @@ class Bookkeeper:
             return
         usage, estimated = self._usage(request, trail)
         local = trail.tier == LOCAL_TIER and bool(trail.node)
-        served = local and outcome is Outcome.OK
-        ms = round(trail.seconds() * 1000)
+        cost = trail.cost + (self._local_cost(trail, usage) if local else 0)
+        saved = self._saved(request.model, usage) if local and outcome is Outcome.OK else 0
+        if cost or saved or estimated:
+            self._on_figures(trail, usage, estimated, cost, saved)
+        ended = (time.time(), trail.seconds(), operation, outcome, _code(error))
+        # Made when it is written, with many others: here, between other things, it would take twice as long.
+        self._log.add(partial(self._row, trail, request_id, request.caller.id, ended, usage, estimated, cost, saved))
+
+    def _row(
+        self,
+        trail: Trail,
+        request_id: str,
+        key: str,
+        ended: tuple[float, float, Operation, Outcome, str],
+        usage: Usage,
+        estimated: bool,
+        cost: int,
+        saved: int,
+    ) -> RequestRow:
+        now, seconds, operation, outcome, code = ended
         first_content = trail.first_content
-        local_cost = self._local_cost(trail, usage) if local else 0
-        # Made of one tuple, as names would cost as much as all else here.
         values = (
             trail.row,
             request_id,
-            time.time_ns() // 1_000_000 - ms,
+            round((now - seconds) * 1000),
             self._instance,
-            request.caller.id,
+            key,
             operation,
             trail.route,
             trail.model,
             trail.node,
             trail.tier,
             outcome,
-            _code(error),
+            code,
             trail.fallback,
             trail.tried,
             usage.prompt_tokens,
             usage.completion_tokens,
             usage.cached_tokens,
             estimated,
-            trail.cost + local_cost,
-            self._saved(request.model, usage) if served else 0,
+            cost,
+            saved,
             round(trail.queued_seconds * 1000),
             None if first_content is None else round((first_content - trail.started) * 1000),
-            ms,
+            round(seconds * 1000),
         )
-        row = RequestRow._make(values)
-        self._log.add(row)
-        self._on_row(row)
+        return RequestRow._make(values)
 
     def _usage(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
         """What the node counted, or a guess; and whether it is one."""

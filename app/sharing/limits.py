@@ -205,7 +205,9 @@ def _remaining(limit: int | None, level_seconds: float) -> int:
 
 
 def _headers(names: Sequence[bytes], limit: int, reset: float) -> Iterator[tuple[bytes, bytes]]:
-    return zip(names, (b"%d" % limit, b"%d" % _remaining(limit, reset), duration(reset).encode()), strict=True)
+    ms = math.ceil(reset * 1000 - 1e-6)
+    when = b"%dms" % ms if 0 < ms < 1000 else duration(reset).encode()
+    return zip(names, (b"%d" % limit, b"%d" % _remaining(limit, reset), when), strict=True)
 
 
 def duration(seconds: float) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
-from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
+from app.domain import AttemptRecord, Operation, Outcome, Request, Usage, tier_name
 from app.errors import HearthError, NodeFailure, RateLimited
 from app.routing.registry import Node
 from app.routing.trail import Trail
@@ -18,25 +17,6 @@ _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.15, 
 _WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _QUEUE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 _MICRO_DOLLARS = 1_000_000
-
-
-class Booked(Protocol):
-    """What the ledger's row of a request says. Money is in micro-dollars."""
-
-    @property
-    def node(self) -> str: ...
-    @property
-    def tier(self) -> int: ...
-    @property
-    def tokens_in(self) -> int: ...
-    @property
-    def tokens_out(self) -> int: ...
-    @property
-    def estimated(self) -> bool: ...
-    @property
-    def cost(self) -> int: ...
-    @property
-    def saved(self) -> int: ...
 
 
 class Counts:
@@ -119,16 +99,16 @@ class Counts:
         """Counts one cache that a prefill node cannot be told to free."""
         self._leaks.add((node.name,))
 
-    def booked(self, row: Booked) -> None:
-        """Counts what only the ledger knows of a request."""
-        if row.cost:
-            self._spent.add((row.node, tier_name(row.tier)), row.cost)
-        if row.saved:
-            self._saved.add((row.node,), row.saved)
-        if row.estimated:
-            tier = tier_name(row.tier)
-            self._guessed.add((row.node, tier, "prompt"), row.tokens_in)
-            self._guessed.add((row.node, tier, "completion"), row.tokens_out)
+    def booked(self, trail: Trail, usage: Usage, estimated: bool, cost: int, saved: int) -> None:
+        """Counts what only the ledger knows of a request. Money is in micro-dollars."""
+        tier = tier_name(trail.tier)
+        if cost:
+            self._spent.add((trail.node, tier), cost)
+        if saved:
+            self._saved.add((trail.node,), saved)
+        if estimated:
+            self._guessed.add((trail.node, tier, "prompt"), usage.prompt_tokens)
+            self._guessed.add((trail.node, tier, "completion"), usage.completion_tokens)
 
     def __call__(
         self,
