@@ -13,7 +13,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import orjson
@@ -58,12 +58,9 @@ class Verdict(NamedTuple):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The `x-ratelimit-*` headers, in OpenAI's form."""
-        found: list[tuple[bytes, bytes]] = []
-        if self.limit_requests is not None:
-            found += _headers(_REQUESTS, self.limit_requests, self.reset_requests_seconds)
-        if self.limit_tokens is not None:
-            found += _headers(_TOKENS, self.limit_tokens, self.reset_tokens_seconds)
-        return found
+        _, _, _, requests, requests_seconds, tokens, tokens_seconds = self
+        found = [] if requests is None else _headers(_REQUESTS, requests, requests_seconds)
+        return found if tokens is None else found + _headers(_TOKENS, tokens, tokens_seconds)
 
 
 FREE = Verdict(True)
@@ -204,10 +201,11 @@ def _remaining(limit: int | None, level_seconds: float) -> int:
     return max(0, int((_MINUTE - level_seconds) * (limit or 0) / _MINUTE + 1e-6))
 
 
-def _headers(names: Sequence[bytes], limit: int, reset: float) -> Iterator[tuple[bytes, bytes]]:
+def _headers(names: Sequence[bytes], limit: int, reset: float) -> list[tuple[bytes, bytes]]:
     ms = math.ceil(reset * 1000 - 1e-6)
     when = b"%dms" % ms if 0 < ms < 1000 else duration(reset).encode()
-    return zip(names, (b"%d" % limit, b"%d" % _remaining(limit, reset), when), strict=True)
+    limited, remaining, resets = names
+    return [(limited, b"%d" % limit), (remaining, b"%d" % _remaining(limit, reset)), (resets, when)]
 
 
 def duration(seconds: float) -> str:
