@@ -19,6 +19,9 @@ MAX_WAITING = 1000
 _LOOK_SECONDS = 0.2  # between looks at those who wait although nothing happened
 _DECLINES_MAX = 32  # of those who would rather wait on, before only those are asked who wait for the node
 _RETRY_AFTER_SECONDS = 2.0
+_FEW_WAITING = 8
+_MOMENT_SECONDS = 0.002
+_WAITER_SECONDS = 20e-6  # more than it takes to look at one who waits
 
 
 Choose = Callable[[list[Candidate]], Candidate | None]
@@ -84,6 +87,7 @@ class Admission:
         self._chooser = chooser
         self._waiters: deque[Waiter] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._soon: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
@@ -126,13 +130,25 @@ class Admission:
 
     def freed(self, node: Node) -> None:
         """Hands a place that fell free on `node` to the first who can use it."""
-        if self._waiters:
+        if self._chooser is not None and len(self._waiters) > _FEW_WAITING:
+            self._look_soon()
+        elif self._waiters:
             self._hand_out(lambda: node.full, node)
 
     def changed(self) -> None:
         """A node came, went or changed: those who wait look again."""
         if self._waiters:
             self._hand_out(lambda: False, None)
+
+    def _look_soon(self) -> None:
+        """One look for all places that fall free within a moment: to choose for many who wait is not cheap."""
+        if self._soon is None:
+            seconds = max(_MOMENT_SECONDS, len(self._waiters) * _WAITER_SECONDS)
+            self._soon = asyncio.get_running_loop().call_later(seconds, self._look_now)
+
+    def _look_now(self) -> None:
+        self._soon = None
+        self.changed()
 
     def _watch(self) -> None:
         if self._chooser is not None and self._timer is None and self._waiters:
