@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from app.errors import HearthError, InvalidRequest, MethodNotAllowed, NotFound
+from app.fronts.admin import admins
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
 from app.fronts.models import Models
@@ -30,13 +31,10 @@ def control_routes(
     def client(request: Request) -> None:
         doors.check_client(headers_of(request.scope))
 
-    def admin(request: Request) -> None:
-        doors.check_admin(request.scope, headers_of(request.scope))
-
     router = APIRouter()
 
     for_clients: dict[str, Any] = {"tags": ["models"], "dependencies": [Depends(client)]}
-    for_admins: dict[str, Any] = {"dependencies": [Depends(admin)], "responses": errors(401, 403)}
+    for_admins: dict[str, Any] = {"dependencies": [admins(doors)], "responses": errors(401, 403)}
 
     @router.get("/v1/models", summary="List what can be asked for", responses=errors(401), **for_clients)
     async def list_models() -> dict[str, Any]:

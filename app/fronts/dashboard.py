@@ -9,11 +9,12 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from app.errors import Forbidden, InvalidRequest, NotFound, Unauthorized
-from app.fronts.asgi import ClientGone, ClientWatch, Receive, Scope, Send, WatchStarts, headers_of, read_body
+from app.fronts.admin import admins, body_of
+from app.fronts.asgi import ClientWatch, Receive, Scope, Send, WatchStarts, headers_of
 from app.fronts.auth import Doors
 from app.fronts.openai_wire import decode
 from app.fronts.openapi import errors
@@ -89,8 +90,7 @@ class Dashboard:
         router.post("/dashboard/session", **page)(self.log_in)
         router.delete("/dashboard/session", **page)(self.log_out)
         router.get("/dashboard/{name}", **page)(self.file)
-        admit: Callable[[Request], None] = self._admit
-        admin: dict[str, Any] = {"tags": ["admin"], "dependencies": [Depends(admit)]}
+        admin: dict[str, Any] = {"tags": ["admin"], "dependencies": [admins(self._doors)]}
         told = errors(401, 403)
         router.get("/admin/snapshot", summary="What the gateway does now", responses=told, **admin)(self.snapshot)
         # A stream without an end is nothing that a schema could describe.
@@ -148,9 +148,6 @@ class Dashboard:
         if self._sessions is not None:
             self._sessions.close(headers)
         return _with_cookie(cookie("", request.scope, headers))
-
-    def _admit(self, request: Request) -> None:
-        self._doors.check_admin(request.scope, headers_of(request.scope))
 
     # -- what it shows
 
@@ -225,11 +222,7 @@ def _with_cookie(value: str) -> Response:
 
 
 async def _key(request: Request) -> str:
-    try:
-        body = await read_body(request.receive, headers_of(request.scope).get(b"content-length"), _BODY_BYTES)
-    except ClientGone as error:
-        raise InvalidRequest("the client left before its request was whole") from error
-    key = decode(body).get("key")
+    key = decode(await body_of(request, _BODY_BYTES)).get("key")
     if not isinstance(key, str) or not key:
         raise InvalidRequest("'key' is missing; it must be one of ADMIN_KEYS", param="key")
     return key

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 
 from app.domain import ANYBODY, Caller, Operation
 from app.domain import Request as Asked
 from app.errors import Forbidden, InvalidRequest, NotFound
-from app.fronts.asgi import ClientGone, headers_of, read_body
+from app.fronts.admin import admins, body_of, refusals
+from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors, check_route
 from app.fronts.openai import said
 from app.fronts.openai_wire import check, decode
@@ -26,6 +27,10 @@ _FIELDS = {Operation.CHAT: "messages", Operation.COMPLETION: "prompt", Operation
 _ASKED: dict[str, Any] = {
     "parameters": [LOCAL_ONLY],
     "requestBody": {"required": True, "content": {"application/json": {"schema": ANY_REQUEST}}},
+}
+_REFUSALS = {
+    404: "There is no such key.",
+    503: "The ledger's database cannot be asked for the budgets now.",
 }
 
 Text = Annotated[str | None, Query(max_length=_TEXT_CHARACTERS)]
@@ -53,12 +58,13 @@ class RequestApi:
         self._doors = doors
 
     def router(self) -> APIRouter:
-        admit: Callable[[Request], None] = self._admit
         router = APIRouter(
-            prefix="/admin", tags=["admin"], dependencies=[Depends(admit)], responses=errors(400, 401, 403)
+            prefix="/admin",
+            tags=["admin"],
+            dependencies=[admins(self._doors)],
+            responses=errors(400, 401, 403),
         )
-        gone = errors(404)
-        gone[404]["description"] = "No request with this id is remembered (any more)."
+        gone = refusals({404: "No request with this id is remembered (any more)."}, 404)
         router.get("/requests", summary="What became of the latest requests, the newest first")(self.latest)
         router.get("/requests/{request_id:path}", summary="What became of one request", responses=gone)(self.one)
         return router
@@ -91,9 +97,6 @@ class RequestApi:
 
     def _documents(self) -> Iterator[dict[str, Any]]:
         return (record.document() for record in self._memory.latest(_LATEST_MAX))
-
-    def _admit(self, request: Request) -> None:
-        self._doors.check_admin(request.scope, headers_of(request.scope))
 
 
 def _check_names(request: Request, known: Collection[str]) -> None:
@@ -129,11 +132,8 @@ class ExplainApi:
         self._max_body_bytes = max_body_bytes
 
     def router(self) -> APIRouter:
-        admit: Callable[[Request], None] = self._admit
-        refusals = errors(400, 401, 403, 404, 413, 503)
-        refusals[404]["description"] = "There is no such key."
-        refusals[503]["description"] = "The ledger's database cannot be asked for the budgets now."
-        router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admit)], responses=refusals)
+        responses = {**errors(400, 413), **refusals(_REFUSALS, 404, 503)}
+        router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admins(self._doors)], responses=responses)
         summary = "What would become of a request, and why"
         router.post("/explain", summary=summary, openapi_extra=_ASKED)(self.explain)
         return router
@@ -155,11 +155,7 @@ class ExplainApi:
         return document
 
     async def _asked(self, request: Request, caller: Caller) -> Asked:
-        headers = headers_of(request.scope)
-        try:
-            body = await read_body(request.receive, headers.get(b"content-length"), self._max_body_bytes)
-        except ClientGone as error:
-            raise InvalidRequest("the client left before its request was whole") from error
+        body = await body_of(request, self._max_body_bytes)
         fields = decode(body)
         operation = _operation(fields)
         return Asked(
@@ -169,7 +165,7 @@ class ExplainApi:
             body=body,
             fields=fields,
             stream=fields.get("stream") is True and operation is not Operation.EMBEDDING,
-            local_only=said(request.scope, headers, _LOCAL_ONLY_HEADER),
+            local_only=said(request.scope, headers_of(request.scope), _LOCAL_ONLY_HEADER),
             caller=caller,
         )
 
@@ -178,9 +174,6 @@ class ExplainApi:
         if found is None:
             raise NotFound("there is no such key in the ledger; GET /admin/keys lists them")
         return found
-
-    def _admit(self, request: Request) -> None:
-        self._doors.check_admin(request.scope, headers_of(request.scope))
 
 
 def _operation(fields: Mapping[str, Any]) -> Operation:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from app.domain import Period
-from app.errors import HearthError, InvalidRequest
-from app.fronts.asgi import ClientGone, headers_of, read_body
+from app.errors import InvalidRequest
+from app.fronts.admin import LedgerOff, admins, body_of, refusals
 from app.fronts.auth import Doors
 from app.fronts.openapi import errors
 from app.ledger import key as values
@@ -101,12 +101,6 @@ class KeyList(TypedDict):
     keys: list[KeyView]
 
 
-class NoKeys(HearthError):
-    status = 409
-    type = "invalid_request_error"
-    code = "ledger_off"
-
-
 class KeyApi:
     """The routes under `/admin/keys`. `book` is None where there is no ledger."""
 
@@ -117,9 +111,9 @@ class KeyApi:
         self._change = TypeAdapter(KeyChange)
 
     def router(self) -> APIRouter:
-        router = APIRouter(prefix="/admin/keys", tags=["admin"], dependencies=[Depends(self._admit)])
+        router = APIRouter(prefix="/admin/keys", tags=["admin"], dependencies=[admins(self._doors)])
         add = router.add_api_route
-        one, none = _refusals(404, 409, 503), _refusals(409, 503)
+        one, none = refusals(_REFUSALS, 404, 409, 503), refusals(_REFUSALS, 409, 503)
         add("", self.list, summary="Every API key, the oldest first", responses=none)
         add(
             "",
@@ -127,7 +121,7 @@ class KeyApi:
             methods=["POST"],
             status_code=201,
             summary="Make an API key",
-            responses={**none, **_refusals(400), **errors(413)},
+            responses={**none, **refusals(_REFUSALS, 400), **errors(413)},
             openapi_extra=_takes(self._new),
         )
         add("/{id}", self.show, summary="One API key, by id or name", responses=one)
@@ -136,7 +130,7 @@ class KeyApi:
             self.change,
             methods=["PATCH"],
             summary="Change, disable or enable an API key",
-            responses={**one, **_refusals(400), **errors(413)},
+            responses={**one, **refusals(_REFUSALS, 400), **errors(413)},
             openapi_extra=_takes(self._change),
         )
         add(
@@ -152,14 +146,14 @@ class KeyApi:
         return {"keys": [view(key) for key in await self._book.list()]}
 
     async def create(self, request: Request, response: Response) -> KeyMade:
-        traits = _traits(_read(self._new, await _body(request)))
+        traits = _traits(_read(self._new, await body_of(request, _BODY_BYTES)))
         return _made(await self._book.create(traits["name"], traits), response)
 
     async def show(self, id: str) -> KeyView:
         return view(await self._book.get(id))
 
     async def change(self, id: str, request: Request) -> KeyView:
-        return view(await self._book.change(id, _traits(_read(self._change, await _body(request)))))
+        return view(await self._book.change(id, _traits(_read(self._change, await body_of(request, _BODY_BYTES)))))
 
     async def rotate(self, id: str, response: Response) -> KeyMade:
         return _made(await self._book.rotate(id), response)
@@ -167,11 +161,8 @@ class KeyApi:
     @property
     def _book(self) -> KeyBook:
         if self._maybe_book is None:
-            raise NoKeys("keys are kept in the ledger, and DATABASE_URL is off; set it, or use API_KEYS")
+            raise LedgerOff("keys are kept in the ledger, and DATABASE_URL is off; set it, or use API_KEYS")
         return self._maybe_book
-
-    def _admit(self, request: Request) -> None:
-        self._doors.check_admin(request.scope, headers_of(request.scope))
 
 
 def view(key: Key) -> KeyView:
@@ -206,20 +197,5 @@ def _read(form: TypeAdapter[T], body: bytes) -> T:
         raise InvalidRequest(f"{name or 'the body'}: {fault['msg']}", param=name or None) from error
 
 
-async def _body(request: Request) -> bytes:
-    # Not left to FastAPI, which reads bodies of any size, and before it asks who sent them.
-    try:
-        return await read_body(request.receive, headers_of(request.scope).get(b"content-length"), _BODY_BYTES)
-    except ClientGone as error:
-        raise InvalidRequest("the client left before its request was whole") from error
-
-
 def _takes(form: TypeAdapter[Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": form.json_schema()}}}}
-
-
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    ours: dict[int | str, dict[str, Any]] = {
-        status: {**errors(401)[401], "description": _REFUSALS[status]} for status in statuses
-    }
-    return {**errors(401, 403), **ours}

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from app.errors import HearthError, InvalidRequest, NotFound
-from app.fronts.asgi import ClientGone, headers_of, read_body
+from app.errors import InvalidRequest, NotFound
+from app.fronts.admin import LedgerOff, admins, body_of, refusals
 from app.fronts.auth import Doors
 from app.fronts.openai_wire import decode
 from app.fronts.openapi import errors
@@ -81,12 +81,6 @@ _REFUSALS = {
 }
 
 
-class NoLedger(HearthError):
-    status = 409
-    type = "invalid_request_error"
-    code = "ledger_off"
-
-
 class UsageApi:
     """The routes under `/admin/usage`, and `/admin/budgets`.
 
@@ -110,8 +104,8 @@ class UsageApi:
         self._now = now
 
     def router(self) -> APIRouter:
-        router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(self._admit)])
-        add, none = router.add_api_route, _refusals(409, 503)
+        router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admins(self._doors)])
+        add, none = router.add_api_route, refusals(_REFUSALS, 409, 503)
         wrong = {**none, **errors(400)}
         usage = {**wrong, 200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
         parameters = {"parameters": _PARAMETERS}
@@ -128,7 +122,7 @@ class UsageApi:
             self.reconcile,
             methods=["POST"],
             summary="Say what a lost spend did cost",
-            responses={**wrong, **_refusals(404), **errors(413)},
+            responses={**wrong, **refusals(_REFUSALS, 404), **errors(413)},
             openapi_extra=_RECONCILE,
         )
         add("/budgets", self.budgets, summary="Every budget and what is left of it", responses=none)
@@ -165,11 +159,8 @@ class UsageApi:
     @property
     def _books(self) -> Books:
         if self._maybe_books is None:
-            raise NoLedger("usage is kept in the ledger, and DATABASE_URL is off; set it")
+            raise LedgerOff("usage is kept in the ledger, and DATABASE_URL is off; set it")
         return self._maybe_books
-
-    def _admit(self, request: Request) -> None:
-        self._doors.check_admin(request.scope, headers_of(request.scope))
 
     def _now_ms(self) -> int:
         return int(self._now() * 1000)
@@ -221,18 +212,7 @@ def _one_of(value: str, allowed: Iterable[str], name: str) -> str:
 
 
 async def _cost_usd(request: Request) -> float:
-    try:
-        body = await read_body(request.receive, headers_of(request.scope).get(b"content-length"), _BODY_BYTES)
-    except ClientGone as error:
-        raise InvalidRequest("the client left before its request was whole") from error
-    cost = decode(body).get("cost_usd")
+    cost = decode(await body_of(request, _BODY_BYTES)).get("cost_usd")
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost <= LARGEST_COST_USD:
         raise InvalidRequest(f"'cost_usd' must be a number from 0 to {LARGEST_COST_USD}, in dollars", param="cost_usd")
     return cost
-
-
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    ours: dict[int | str, dict[str, Any]] = {
-        status: {**errors(401)[401], "description": _REFUSALS[status]} for status in statuses
-    }
-    return {**errors(401, 403), **ours}
