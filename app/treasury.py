@@ -152,11 +152,11 @@ class Treasury:
     async def _load_prices(self) -> None:
         """Of all models that the settings name, so that no request waits for it."""
         await self._prices.load(self._cloud)
-        for name in self._routes.mapped_names():
-            self._in_the_cloud(name)
-        for elsewhere in list(self._equivalents.values()):
-            if elsewhere is not None:
-                await self._prices.find(*elsewhere)
+        for node in self._registry.cloud():
+            for wanted in self._routes.cloud_names():
+                name = node.cloud_name(wanted)
+                if name is not None:
+                    await self._prices.find(node.spec, name)
 
     def _in_the_cloud(self, model: str) -> tuple[NodeSpec, str] | None:
         if model not in self._equivalents:

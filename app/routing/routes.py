@@ -56,6 +56,10 @@ class Routes:
         """Names of MODEL_MAP that are no patterns."""
         return [spec.pattern for spec in self._specs if "*" not in spec.pattern]
 
+    def cloud_names(self) -> set[str]:
+        """The models that MODEL_MAP asks the cloud for by name."""
+        return {spec.cloud for spec in self._specs if spec.cloud}
+
     def _mapped(self, name: str) -> RouteSpec | None:
         exact = next((spec for spec in self._specs if spec.pattern == name), None)
         return exact or next((spec for spec in self._specs if matches(spec.pattern, name)), None)

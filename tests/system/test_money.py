@@ -316,6 +316,22 @@ async def test_the_cloud_is_paid_only_when_local_nodes_fail(books: Books, stream
         assert (away["cost"], away["saved"], away["fallback"]) == (cloud.charged(), 0, "server_error")
 
 
+@pytest.mark.parametrize("pattern", ["m", "m*", "*"])
+async def test_local_nodes_save_what_the_route_names_in_the_cloud(books: Books, pattern: str) -> None:
+    """Also where the cloud was never asked for it, and it is not the cloud's default."""
+    route: Any = {pattern: {"local": "m", "cloud": "gpt-4o"}}
+    async with (
+        BillingCloud() as cloud,
+        FakeOllama(models=["m"]) as local,
+        hearth_with(books, cloud, local=local, model_map=route) as hearth,
+    ):
+        assert (await hearth.chat()).headers["x-hearth-tier"] == "local"
+
+        (row,) = await books.written(1)
+        assert row["saved"] > 0
+        assert not cloud.inferences
+
+
 # -- keys
 
 
