@@ -24,18 +24,21 @@ _MAX_ENTRIES = 2000
 _REMOVED_MS = 86_400_000  # how long it is remembered that a node was removed
 _RESTORED = 1  # when a node of the nodes file came: before everything else
 
-# Keeps of each entry the newer one, and marks that something has changed.
+# Keeps of each entry the newer one, and marks that something has changed. Where all were older nothing has: replicas
+# that cannot read the newer one would otherwise write for ever.
 _PUT = Script("""
+local written = 0
 for i = 2, #ARGV, 2 do
   local held = redis.call('HGET', KEYS[1], ARGV[i])
   local new = cjson.decode(ARGV[i + 1])
   local old = held and cjson.decode(held)
   if not old or new.at > old.at or (new.at == old.at and new.by > old.by) then
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+    written = 1
   end
 end
-redis.call('SET', KEYS[2], ARGV[1])
-return 1
+if written == 1 then redis.call('SET', KEYS[2], ARGV[1]) end
+return written
 """)
 # What was done to nodes of the settings holds until all replicas have ended, as it does for one.
 _BEGIN = Script("""
@@ -144,16 +147,16 @@ class Roster:
         await self._forget_removed()
 
     async def write(self) -> bool:
-        """Writes down what is new here; False when nothing is."""
+        """Writes down what is new here; False when nothing is, or the hash holds newer entries of another version."""
         if not self._unsaved:
             return False
         writing = {key: self._entries[key] for key in self._unsaved if key in self._entries}
         version = self._new_version()
         pairs = [part for key, entry in writing.items() for part in (key, orjson.dumps(asdict(entry)))]
-        await self._link.script(_PUT, [_NODES, _VERSION], [version, *pairs])
+        written = await self._link.script(_PUT, [_NODES, _VERSION], [version, *pairs])
         # What changed meanwhile is still to be written. The version is not ours to know: others may have written too.
         self._unsaved = {key for key in self._unsaved if self._entries.get(key) is not writing.get(key)}
-        return True
+        return bool(written)
 
     async def _forget_removed(self) -> None:
         oldest = self._now_ms() - _REMOVED_MS

@@ -207,6 +207,27 @@ async def test_a_node_that_was_removed_is_not_brought_back_by_an_old_file(valkey
             assert await urls(late) == set()
 
 
+async def test_an_entry_that_another_version_wrote_is_left_as_it_is(valkey_url: str) -> None:
+    """Or all replicas would write, and hear of what they wrote, without end."""
+    async with FakeVLLM(models=["m"]) as node, replicas(2, valkey_url) as found:
+        await added(found[0].client, node.url, kind="vllm", models=["m"])
+        await everywhere(found, knows(node.url), "it is there")
+        async with redis.asyncio.Redis.from_url(valkey_url) as client:
+            [(url, data)] = (await client.hgetall("{hearth}:nodes")).items()
+            entry = json.loads(data)
+            newer = json.dumps({**entry, "at": entry["at"] + 60_000, "unknown": 1}).encode()
+            await client.hset("{hearth}:nodes", url, newer)
+            await client.set("{hearth}:nodes:version", "newer 1")
+            for each in found:
+                await each.app.state.fleet._roster.read()
+
+            written = [await each.app.state.fleet._roster.write() for each in found]
+
+            assert written == [False, False]
+            assert await client.get("{hearth}:nodes:version") == b"newer 1"
+            assert await client.hget("{hearth}:nodes", url) == newer
+
+
 # -- requests in flight
 
 
