@@ -145,9 +145,9 @@ class LedgerPurse:
     async def _granted(self, hold: Hold) -> None:
         if not (hold.accounts or hold.flows):
             return
+        if self._settling:  # what has ended makes room first: perhaps this request's own last attempt
+            await asyncio.wait(self._settling)
         try:
-            if self._settling:  # what has ended makes room first: perhaps this request's own last attempt
-                await asyncio.wait(self._settling)
             refusal = await self._meter.reserve(hold)
         except LedgerUnavailable as error:
             raise _unwritten(error) from error  # what was spent could not even be read

@@ -120,6 +120,7 @@ class MemoryMeter:
         if hold.id in self._settled:
             return
         self._remember(hold.id, cost)
+        granted = hold.id in self._granted
         self._granted.discard(hold.id)
         pools = self._holding.pop(hold.id, set())
         told = {pool_of(account, hold.at): account for account in hold.accounts} if self._on_spent else {}
@@ -130,7 +131,9 @@ class MemoryMeter:
             spending.settled += cost
             if self._on_spent and pool in told:
                 self._on_spent(told[pool], before, spending.settled)
-        self._correct(hold, tokens - hold.tokens)
+        difference = tokens - hold.tokens
+        # What was never granted was never charged: it has nothing to give back.
+        self._correct(hold, difference if granted else max(0, difference))
 
     async def spent(self, account: Account, at: int) -> int:
         pool = pool_of(account, at)
@@ -143,9 +146,9 @@ class MemoryMeter:
 
     def forget(self) -> None:
         """Begins anew, and reads the ledger again for every account. What is settled later still counts once."""
+        # What is granted stays so: it is open still, and may give tokens back.
         self._pools.clear()
         self._holding.clear()
-        self._granted.clear()
         self._stale.clear()
         self._empty_at.clear()
 

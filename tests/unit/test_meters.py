@@ -253,6 +253,33 @@ async def test_more_tokens_than_reserved_are_charged_when_settled(bench: Bench) 
     assert refusal.retry_after_seconds == pytest.approx(96, abs=0.01)
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["refused", "never asked"])
+async def test_what_was_not_granted_gives_no_tokens_back(asked: bool) -> None:
+    bench, calls = memory_bench(), flow(tokens=100)
+    wanted = [hold(hold_id, tokens=60, flows=[calls]) for hold_id in ("a", "b", "c")]
+    granted = await bench.meter.reserve(wanted[0])
+    if asked:
+        assert await bench.meter.reserve(wanted[1]) is not None
+
+    await bench.meter.settle(wanted[1], 0, 0)
+
+    assert granted is None
+    assert await bench.meter.reserve(wanted[2]) is not None
+
+
+async def test_what_was_granted_before_a_meter_began_anew_still_gives_tokens_back() -> None:
+    bench, calls = memory_bench(), flow(tokens=100)
+    assert isinstance(bench.meter, MemoryMeter)
+    early = hold("early", tokens=60, flows=[calls])
+    await bench.meter.reserve(early)
+    bench.meter.forget()
+    await bench.meter.reserve(hold("h1", tokens=60, flows=[calls]))
+
+    await bench.meter.settle(early, 0, 0)
+
+    assert await bench.meter.reserve(hold("h2", tokens=60, flows=[calls])) is None
+
+
 async def test_a_request_larger_than_the_flow_goes_when_nothing_else_does(bench: Bench) -> None:
     calls = flow(tokens=100)
 
