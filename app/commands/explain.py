@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from app.commands import gateway, terminal
+from app.commands import terminal
+from app.commands.running import AdminKey, Url, the_gateway
 from app.commands.terminal import Refused
 
 _WORD = "word"  # with the blank after it about a token
 _PROMPT_TOKENS_MAX = 1_000_000
+_SECONDS = 10.0  # the cloud's budgets may be on another machine
 _HEADERS = ("turn", "node", "tier", "state", "model", "score", "why")
 
 commands = terminal.group("Who would serve a request, and why not the others. Nothing is sent to any node.")
@@ -33,18 +35,16 @@ def show(
     file: Annotated[Path | None, typer.Option(metavar="PATH", help="The request's body, in place of both.")] = None,
     key: Annotated[str | None, typer.Option(metavar="ID", help="Who asks: the id or name of a key.")] = None,
     local_only: Annotated[bool, typer.Option("--local-only", help="As with X-Hearth-Local-Only: true.")] = False,
-    url: gateway.Url = gateway.ADDRESS,
-    admin_key: gateway.AdminKey = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
 ) -> None:
     """Show the route, every node with the reason why it is asked or not, and what the cloud may be asked for."""
-    document = gateway.ask(
-        url,
-        "POST",
+    body = _body(model, prompt_tokens, file)
+    document = the_gateway(url, admin_key, seconds=_SECONDS).post(
         "/admin/explain",
-        admin_key=admin_key,
         params=None if key is None else {"key": key},
-        body=_body(model, prompt_tokens, file),
+        body=body,
         headers={"x-hearth-local-only": "true"} if local_only else None,
     )
     if as_json:

@@ -9,19 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from app.commands import terminal
-from app.commands.running import KEY_VARIABLE, Gateway, figure, one_line, quoted, the_gateway
+from app.commands.running import Gateway, OnlyKey, Url, figure, one_line, quoted, the_gateway
 
 _HEADERS = ("node", "tier", "kind", "state", "in flight", "models", "in memory", "reason")
 _GIB = 2**30
 _SHOWN = 3
 
-Url = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="Where the gateway is; HOST and PORT of the settings else.")
-]
-Key = Annotated[
-    str | None,
-    typer.Option("--key", metavar="KEY", help=f"An admin key; {KEY_VARIABLE} or ADMIN_KEYS of the settings else."),
-]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The node's name.")]
 
 commands = terminal.group("The nodes of the running gateway.")
@@ -35,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 def show(
     context: typer.Context,
     url: Url = None,
-    key: Key = None,
+    key: OnlyKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
 ) -> None:
     """Show every node and its state."""
@@ -52,7 +45,7 @@ def show(
 
 
 @commands.command()
-def drain(context: typer.Context, name: Name, url: Url = None, key: Key = None) -> None:
+def drain(context: typer.Context, name: Name, url: Url = None, key: OnlyKey = None) -> None:
     """Give a node no new requests; those that run may end."""
     told = _chosen(context, url, key).post(f"/admin/nodes/{quoted(name)}/drain")
     running = int(figure(told, "in_flight"))
@@ -61,7 +54,7 @@ def drain(context: typer.Context, name: Name, url: Url = None, key: Key = None) 
 
 
 @commands.command()
-def enable(context: typer.Context, name: Name, url: Url = None, key: Key = None) -> None:
+def enable(context: typer.Context, name: Name, url: Url = None, key: OnlyKey = None) -> None:
     """Give a node requests again."""
     told = _chosen(context, url, key).post(f"/admin/nodes/{quoted(name)}/enable")
     print(f"{one_line(told.get('name', name))} gets requests again")

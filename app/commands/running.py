@@ -10,9 +10,11 @@ import json
 import os
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import typer
 
 from app.commands import terminal
 from app.commands.terminal import Refused
@@ -28,6 +30,15 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 _EVENT = b"data: "
 
+_KEY_HELP = f"One of its ADMIN_KEYS; {KEY_VARIABLE} or those of the settings else."
+
+Url = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="Where the gateway is; HOST and PORT of the settings else.")
+]
+AdminKey = Annotated[str | None, typer.Option("--admin-key", metavar="KEY", help=_KEY_HELP)]
+# For commands in which no other key can be meant.
+OnlyKey = Annotated[str | None, typer.Option("--admin-key", "--key", metavar="KEY", help=_KEY_HELP)]
+
 
 class Unreachable(Refused):
     """There is no gateway at the address now."""
@@ -36,9 +47,15 @@ class Unreachable(Refused):
 class Gateway:
     """One gateway. Every method raises `Refused` with one line that says what to do."""
 
-    def __init__(self, url: str, key: str | None = None, certificate: str | None = None) -> None:
-        """`certificate` is the one file that the gateway's own must be in; None = what the system trusts."""
+    def __init__(
+        self, url: str, key: str | None = None, certificate: str | None = None, *, seconds: float = _SECONDS
+    ) -> None:
+        """`certificate` is the one file that the gateway's own must be in; None = what the system trusts.
+
+        `seconds` bound each wait for it.
+        """
         self.url = url.rstrip("/")
+        self._seconds = seconds
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         try:
             self._host, self._port = parts.hostname or "", parts.port
@@ -53,8 +70,19 @@ class Gateway:
     def get(self, path: str) -> Any:
         return self._document("GET", path)
 
-    def post(self, path: str) -> Any:
-        return self._document("POST", path)
+    def post(
+        self,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """`body` is JSON."""
+        sent = dict(headers or {})
+        if body is not None:
+            sent["content-type"] = "application/json"
+        return self._document("POST", f"{path}?{urlencode(params)}" if params else path, body, sent)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Snapshots as they come, until the gateway ends the stream."""
@@ -67,9 +95,11 @@ class Gateway:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise self._unreachable(error) from error
 
-    def _document(self, method: str, path: str) -> Any:
+    def _document(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         with closing(self._connection()) as connection:
-            answer = self._answer(connection, method, path)
+            answer = self._answer(connection, method, path, body, headers)
             try:
                 return json.loads(answer.read(_ANSWER_BYTES))
             except (OSError, http.client.HTTPException) as error:
@@ -79,12 +109,22 @@ class Gateway:
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._tls is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=self._tls)
-        return http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self._seconds, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._seconds)
 
-    def _answer(self, connection: http.client.HTTPConnection, method: str, path: str) -> http.client.HTTPResponse:
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> http.client.HTTPResponse:
         try:
-            connection.request(method, self._path + path, headers=self._headers)
+            connection.connect()
+            # A body that is too large is answered before all of it has gone.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, self._path + path, body, {**self._headers, **(headers or {})})
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
@@ -98,7 +138,8 @@ class Gateway:
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return self._no_gateway()
         if answer.status == http.client.UNAUTHORIZED:
-            return Refused(f"{self.url} wants an admin key: give --key, or set {KEY_VARIABLE} or ADMIN_KEYS")
+            why = f"{self.url} wants an admin key: {said}"
+            return Refused(f"{why}; give --admin-key, or set {KEY_VARIABLE} or ADMIN_KEYS")
         if answer.status == http.client.SERVICE_UNAVAILABLE:
             return Unreachable(f"{self.url}: {said}")
         return Refused(f"{self.url}: {said}")
@@ -122,20 +163,21 @@ def quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def the_gateway(url: str | None, key: str | None) -> Gateway:
-    """What `--url` and `--key` mean, and what the environment and the settings say where they are absent.
+def the_gateway(url: str | None, key: str | None, *, seconds: float = _SECONDS) -> Gateway:
+    """What `--url` and `--admin-key` mean, and what the environment and the settings say where they are absent.
 
     The settings' own keys go to this machine alone. Settings are read only when they are needed: that takes a while.
     """
     key = key or os.environ.get(KEY_VARIABLE) or None
     if url is not None and (key is not None or not _is_loopback(url)):
-        return Gateway(url, key)
+        return Gateway(url, key, seconds=seconds)
     settings = terminal.settings()
     if key is None and settings.admin_keys:
         key = settings.admin_keys[0].get_secret_value()
     if url is not None:
-        return Gateway(url, key)
-    return Gateway(own_url(settings), key, str(settings.ssl_certfile) if settings.ssl_certfile else None)
+        return Gateway(url, key, seconds=seconds)
+    certificate = str(settings.ssl_certfile) if settings.ssl_certfile else None
+    return Gateway(own_url(settings), key, certificate, seconds=seconds)
 
 
 def own_url(settings: Settings) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from app.commands import terminal
-from app.commands.running import KEY_VARIABLE, Gateway, Unreachable, the_gateway
+from app.commands.running import Gateway, OnlyKey, Unreachable, Url, the_gateway
 from app.commands.terminal import Refused
 
 _MOST_REQUESTS = 50
@@ -31,14 +31,8 @@ def main(argv: Sequence[str]) -> int:
 
 @commands.callback(invoke_without_command=True)
 def top(
-    url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="Where the gateway is; HOST and PORT of the settings else."),
-    ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option("--key", metavar="KEY", help=f"An admin key; {KEY_VARIABLE} or ADMIN_KEYS of the settings else."),
-    ] = None,
+    url: Url = None,
+    key: OnlyKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON and end.")] = False,
 ) -> None:

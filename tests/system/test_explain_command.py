@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from app.commands.explain import main
+from app.settings import Settings
 from tests.fakes import FakeOllama
 from tests.system.harness import Gateway, gateway, until
 
@@ -95,3 +98,95 @@ def test_a_gateway_that_is_not_there_is_told(url: str, capsys: pytest.CaptureFix
 
     assert status == 2
     assert "gateway" in capsys.readouterr().err
+
+
+class _Greedy(BaseHTTPRequestHandler):
+    """Says of every request that it lacks a key, and keeps those that it is shown."""
+
+    def do_POST(self) -> None:
+        assert isinstance(self.server, _Stranger)
+        self.server.keys.append(self.headers["authorization"])
+        self.rfile.read(int(self.headers["content-length"]))
+        body = b'{"error": {"message": "the API key is missing"}}'
+        self.send_response(401)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """It has nothing to say."""
+
+
+class _Stranger(HTTPServer):
+    """Another machine, as far as commands know: no name of this one leads there."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.2", 0), _Greedy)
+        self.keys: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.2:{self.server_port}"
+
+
+@pytest.fixture
+def stranger() -> Iterator[_Stranger]:
+    with _Stranger() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def boss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process in an empty folder, where the settings hold nothing but an admin key."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HEARTH_ADMIN_KEY", *(field.upper() for field in Settings.model_fields)):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ADMIN_KEYS", "boss")
+
+
+@pytest.mark.usefixtures("boss")
+def test_the_settings_keys_go_to_this_machine_alone(stranger: _Stranger, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["--model", "m", "--url", stranger.url])
+
+    assert status == 2
+    assert "give --admin-key" in capsys.readouterr().err
+    assert stranger.keys == [None]
+
+
+@pytest.mark.usefixtures("boss")
+def test_a_key_that_is_given_goes_where_it_is_said_to_go(stranger: _Stranger) -> None:
+    status = main(["--model", "m", "--url", stranger.url, "--admin-key", "mine"])
+
+    assert status == 2
+    assert stranger.keys == ["Bearer mine"]
+
+
+async def test_the_settings_say_where_the_gateway_is(
+    hearth: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PORT", hearth.url.rpartition(":")[2])
+
+    status = await asyncio.to_thread(main, ["--model", "m"])
+
+    assert status == 0
+    assert "n0" in capsys.readouterr().out
+
+
+async def test_a_body_that_is_too_large_is_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway says so, and closes the connection, long before it has all of it."""
+    monkeypatch.chdir(tmp_path)
+    body = tmp_path / "body.json"
+    body.write_bytes(b'{"model": "m", "input": "' + b"x" * 2**23 + b'"}')
+    async with gateway(max_body_mb=1) as small:
+        status = await _explain(small, "--file", str(body))
+
+    assert status == 2
+    assert "raise MAX_BODY_MB" in capsys.readouterr().err

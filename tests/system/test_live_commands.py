@@ -82,8 +82,9 @@ async def test_top_prints_one_frame_where_nobody_watches(hearth: Gateway, capsys
     ("words", "said"),
     [
         (("nodes", "drain", "n9"), "there is no local node 'n9'"),
-        (("nodes", "--key", "wrong"), "wants an admin key: give --key"),
-        (("top", "--once", "--key", "wrong"), "wants an admin key: give --key"),
+        (("nodes", "--key", "wrong"), "wants an admin key: the API key is not valid; give --admin-key"),
+        (("top", "--once", "--key", "wrong"), "wants an admin key: the API key is not valid; give --admin-key"),
+        (("nodes", "--admin-key", "wrong"), "wants an admin key: the API key is not valid; give --admin-key"),
         (("nodes", "--url", "http://127.0.0.1:9"), "python -m app serve"),
         (("top", "--url", "127.0.0.1:many"), "is not a URL"),
     ],
@@ -130,7 +131,13 @@ async def test_the_settings_say_where_the_gateway_is_and_give_its_key(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "words", [("doctor", "--help"), ("nodes", "--help"), ("top", "--once", "--url", "http://127.0.0.1:9", "--key", "k")]
+    "words",
+    [
+        ("doctor", "--help"),
+        ("nodes", "--help"),
+        ("top", "--once", "--url", "http://127.0.0.1:9", "--key", "k"),
+        ("explain", "--model", "m", "--url", "http://127.0.0.1:9", "--admin-key", "k"),
+    ],
 )
 async def test_a_command_starts_with_little(words: tuple[str, ...], tmp_path: Path) -> None:
     done = await Shell(tmp_path, PYTHONPROFILEIMPORTTIME="1")(*words)

@@ -26,10 +26,10 @@ ALONE = {
     "prometheus_client": {"telemetry/process.py"},
     "opentelemetry": {"telemetry/traces.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "commands/gateway.py", "doctor/calls.py"},
+    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "doctor/calls.py"},
     "uvicorn": {"server.py"},
     "typer": {
-        f"commands/{name}.py" for name in ("terminal", "gateway", "keys", "usage", "explain", "doctor", "nodes", "top")
+        f"commands/{name}.py" for name in ("terminal", "running", "keys", "usage", "explain", "doctor", "nodes", "top")
     },
     "rich": {"commands/terminal.py", "commands/frames.py"},
     "sqlalchemy": LEDGER | MIGRATIONS,
