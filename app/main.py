@@ -184,6 +184,7 @@ class Parts:
         )
         if self.treasury is not None:
             self.metrics.add_source(self.treasury.funds())
+        self.money = Money(self.treasury.books, self.treasury.accounts) if self.treasury else None
 
     def _dispatch(self) -> None:
         settings = self.settings
@@ -280,7 +281,7 @@ def _routers(parts: Parts) -> Iterator[APIRouter]:
         registry=registry,
         admission=parts.admission,
         ring=parts.ring,
-        money=Money(treasury.books, treasury.accounts) if treasury else None,
+        money=parts.money,
         peers=parts.peers,
         closing=lambda: parts.phase.closing,
         on_trouble=parts.log.error,
@@ -334,10 +335,18 @@ def _lifespan(parts: Parts, keeps_nodes: bool) -> Any:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             for part in (
-                *(parts.upstream, parts.calls, parts.traces, parts.link, parts.limits, parts.treasury, parts.metrics),
+                parts.upstream,
+                parts.calls,
+                parts.traces,
+                parts.link,
+                parts.limits,
+                parts.treasury,
+                parts.metrics,
             ):
                 if part is not None:
                     await stack.enter_async_context(part)
+            if parts.money is not None:
+                stack.push_async_callback(parts.money.close)  # it asks the treasury's books
             await parts.membership.restore()
             background = [asyncio.create_task(parts.prober.run(), name="probes")]
             if keeps_nodes:

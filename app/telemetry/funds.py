@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from app.errors import LedgerUnavailable
 from app.sharing.meter import Account, key_scope
+from app.telemetry.look import Look
 from app.telemetry.tallies import OTHER, Family, Followed, Gauge, Labels, Merge
 
 _EVERY_SECONDS = 5.0
-_MOST_OF_THE_TIME = 0.05  # with very many keys it takes longer, and is done less often
 _WAIT_SECONDS = 0.5  # of one scrape; after that it shows what was known before
 _KEYS = 200  # that are shown one by one
 _AT_ONCE = 8
@@ -44,8 +44,7 @@ class Funds:
         """`reserved` says how many reservations are open here."""
         self._accounts = accounts
         self._spent = spent
-        self._due = 0.0
-        self._refreshing: asyncio.Task[None] | None = None
+        self._look = Look(self._refresh, "budget metrics", _EVERY_SECONDS)
         self._known: dict[Labels, tuple[int, int]] = {}  # scope and period -> limit and what is left
         own, labels = Merge.OWN, ("scope", "period")
         self.families: tuple[Family, ...] = (
@@ -86,26 +85,15 @@ class Funds:
 
     async def refresh(self) -> None:
         """Looks at the budgets if it is time to, and waits for it a moment."""
-        if self._refreshing is None and time.monotonic() >= self._due:
-            self._refreshing = asyncio.create_task(self._refresh(), name="budget metrics")
-        if self._refreshing is not None:
-            await asyncio.wait([self._refreshing], timeout=_WAIT_SECONDS)
+        await self._look.refresh(_WAIT_SECONDS)
 
     async def close(self) -> None:
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._look.close()
 
     async def _refresh(self) -> None:
-        began = time.monotonic()
-        try:
+        # What was known is shown without the ledger; `hearth_ledger_up` tells of it.
+        with suppress(LedgerUnavailable):
             self._known = await self._read()
-        except LedgerUnavailable:
-            pass  # what was known is shown; `hearth_ledger_up` tells of it
-        finally:
-            took = time.monotonic() - began
-            self._due = time.monotonic() + max(_EVERY_SECONDS, took / _MOST_OF_THE_TIME)
-            self._refreshing = None
 
     async def _read(self) -> dict[Labels, tuple[int, int]]:
         turns = asyncio.Semaphore(_AT_ONCE)

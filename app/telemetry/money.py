@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +11,10 @@ from app.errors import LedgerUnavailable
 from app.ledger.report import MICRO_DOLLARS, Books, Dimension, Query, Report, budget_document
 from app.ledger.span import day_of, period_span
 from app.sharing.meter import GATEWAY, Account
+from app.telemetry.look import Look
 
 _EVERY_SECONDS = 10.0
-_MOST_OF_THE_TIME = 0.05  # a large ledger takes longer, and is asked less often
+_WAIT_SECONDS = 1.0  # of one who asks; after that it is shown without, or as it was
 _MOST_BUDGETS = 20
 
 
@@ -34,28 +34,25 @@ class Money:
         self._now_ms = now_ms
         gateway = next((account.budget for account in accounts if account.scope == GATEWAY), None)
         self._period = gateway.period if gateway else Period.MONTH
-        self._asking = asyncio.Lock()
-        self._due = 0.0
+        self._look = Look(self._refresh, "money for the dashboard", _EVERY_SECONDS)
         self.document: dict[str, Any] | None = None  # None = not known yet
 
-    async def refresh(self) -> None:
-        """Asks if it is time to, and returns when `document` is as new as it gets."""
-        async with self._asking:
-            began = time.monotonic()
-            if began < self._due:
-                return
-            try:
-                self.document = await self._ask()
-            except LedgerUnavailable as error:
-                self.document = {**(self.document or {}), "trouble": error.message}
-            took = time.monotonic() - began
-            self._due = time.monotonic() + max(_EVERY_SECONDS, took / _MOST_OF_THE_TIME)
+    def begin(self) -> None:
+        """Asks if it is time to; `document` is new some time later."""
+        self._look.begin()
 
-    async def keep(self) -> None:
-        """Refreshes until it is cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(max(0.1, self._due - time.monotonic()))
+    async def refresh(self) -> None:
+        """Asks if it is time to, and waits for it a moment."""
+        await self._look.refresh(_WAIT_SECONDS)
+
+    async def close(self) -> None:
+        await self._look.close()
+
+    async def _refresh(self) -> None:
+        try:
+            self.document = await self._ask()
+        except LedgerUnavailable as error:
+            self.document = {**(self.document or {}), "trouble": error.message}
 
     async def _ask(self) -> dict[str, Any]:
         now = self._now_ms()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -26,7 +26,6 @@ MOST_VIEWERS = 32
 
 _EVERY_SECONDS = 1.0
 _MOST_REQUESTS = 50  # in one snapshot
-_MONEY_SECONDS = 1.0  # how long one who asks waits for the ledger
 
 
 class About(NamedTuple):
@@ -65,14 +64,12 @@ class Snapshots:
         self._counted = 0  # the last request that the pulse knows
         self._told = 0  # the last request that all viewers know
         self._viewers: set[Viewer] = set()
-        self._work: list[asyncio.Task[None]] = []
+        self._producing: asyncio.Task[None] | None = None
 
     async def now(self) -> bytes:
         """A whole snapshot."""
         if self._money is not None and not self._viewers:
-            with suppress(TimeoutError):  # then it is shown without, or as it was
-                async with asyncio.timeout(_MONEY_SECONDS):
-                    await self._money.refresh()
+            await self._money.refresh()
         return self._whole()
 
     @asynccontextmanager
@@ -85,8 +82,9 @@ class Snapshots:
         viewer = Viewer()
         viewer.offer(self._whole())
         self._viewers.add(viewer)
-        if not self._work:
-            self._begin()
+        if self._producing is None:
+            self._told = self._ring.seq
+            self._producing = asyncio.create_task(self._produce(), name="snapshots")
         try:
             yield viewer
         finally:
@@ -94,22 +92,18 @@ class Snapshots:
             if not self._viewers:
                 await self._end()
 
-    def _begin(self) -> None:
-        self._told = self._ring.seq
-        self._work = [asyncio.create_task(self._produce(), name="snapshots")]
-        if self._money is not None:
-            self._work.append(asyncio.create_task(self._money.keep(), name="money for the dashboard"))
-
     async def _end(self) -> None:
-        work, self._work = self._work, []
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        producing, self._producing = self._producing, None
+        if producing is not None:
+            producing.cancel()
+            await asyncio.gather(producing, return_exceptions=True)
 
     async def _produce(self) -> None:
         """Shows a snapshot every second. It ends with the process, or by a fault of its own; viewers come again."""
         try:
             while not self._closing():
+                if self._money is not None:
+                    self._money.begin()
                 await asyncio.sleep(_EVERY_SECONDS)
                 self._show()
         except Exception as error:

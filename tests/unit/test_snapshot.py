@@ -31,11 +31,14 @@ from app.routing.breaker import Breaker
 from app.routing.registry import Node, Registry
 from app.routing.trail import Trail
 from app.sharing.meter import Account
+from app.telemetry import money as money_module
 from app.telemetry import snapshot
+from app.telemetry.look import Look
 from app.telemetry.money import Money
 from app.telemetry.pulse import STEPS, Pulse, percentiles
 from app.telemetry.ring import Record, Ring
 from app.telemetry.snapshot import MOST_VIEWERS, About, Snapshots
+from tests.system.harness import until
 
 NOW_MS = 1_800_000_002_000
 REQUEST = Request("1", Operation.CHAT, "m", b"{}", {}, stream=True)
@@ -291,9 +294,12 @@ class Books:
     def __init__(self) -> None:
         self.asked = 0
         self.reachable = True
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def usage(self, query: Query) -> Report:
         self.asked += 1
+        await self.answers.wait()
         if not self.reachable:
             raise LedgerUnavailable("the ledger's database cannot be asked now")
         lines = [
@@ -341,9 +347,53 @@ async def test_a_ledger_out_of_reach_leaves_the_last_figures() -> None:
     books = Books()
     money = Money(books, [])
     await money.refresh()
-    books.reachable, money._due = False, 0.0
+    books.reachable, money._look._due = False, 0.0
     await money.refresh()
 
     assert money.document is not None
     assert money.document["spent_usd"] == 0.25
     assert "cannot be asked" in money.document["trouble"]
+
+
+async def test_a_slow_ledger_is_asked_once_and_heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks goes on without its figures, and they are there for who asks later."""
+    monkeypatch.setattr(money_module, "_WAIT_SECONDS", 0.01)
+    books = Books()
+    books.answers.clear()
+    money = Money(books, [])
+    gateway = Gateway(_node(), money=money)
+    without = [orjson.loads(await gateway.snapshots.now())["money"] for _ in range(3)]
+    async with gateway.snapshots.viewer() as viewer:
+        await _next(viewer)
+    books.answers.set()
+    await until(lambda: money.document is not None, "the ledger has answered")
+    shown = orjson.loads(await gateway.snapshots.now())["money"]
+
+    assert without == [{}, {}, {}]
+    assert shown["spent_usd"] == 0.25
+    assert books.asked == 1
+
+
+async def test_the_ledger_is_not_asked_after_the_end() -> None:
+    books = Books()
+    books.answers.clear()
+    money = Money(books, [])
+    before = asyncio.all_tasks()
+    money.begin()
+    await asyncio.sleep(0)
+    await money.close()
+    await money.refresh()
+
+    assert books.asked == 1
+    assert money.document is None
+    assert asyncio.all_tasks() == before
+
+
+async def test_what_takes_long_is_looked_at_less_often() -> None:
+    async def take() -> None:
+        await asyncio.sleep(0.02)
+
+    look = Look(take, "test", every_seconds=0.01)
+    await look.refresh(5)
+
+    assert 0.3 < look._due - time.monotonic() < 20
