@@ -28,7 +28,7 @@ from app.fronts.explain import ExplainApi, RequestApi
 from app.fronts.keys import KeyApi
 from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
-from app.fronts.openai import Inference, Report
+from app.fronts.openai import Inference
 from app.fronts.openapi import documented
 from app.fronts.sessions import Sessions
 from app.fronts.turnstile import Turnstile
@@ -44,6 +44,7 @@ from app.routing.asking import Asking, Timeouts
 from app.routing.breaker import Breaker
 from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
+from app.routing.ended import Report
 from app.routing.explain import Explainer
 from app.routing.links import Links
 from app.routing.loads import Loads
@@ -310,7 +311,7 @@ def _add_inference(app: FrontDoor, parts: Parts) -> None:
     turnstile = Turnstile(parts.limits, parts.estimator.estimate_prompt)
     reports: list[Report] = [parts.metrics.counts, parts.reporter, parts.ring]
     if parts.treasury is not None:
-        reports.insert(0, parts.treasury.bookkeeper)
+        reports.append(parts.treasury.bookkeeper)
     if parts.traces is not None:
         reports.append(parts.traces)
     for path, operation in _ROUTES.items():

@@ -37,6 +37,7 @@ from app.fronts.openai_wire import check, decode, error_document, error_event, e
 from app.fronts.turnstile import Turnstile
 from app.request_ids import CURRENT, RequestIds, trace_of
 from app.routing.dispatch import Dispatcher
+from app.routing.ended import Ended, Report
 from app.routing.reply import Reply
 from app.routing.spans import RequestSpan
 from app.routing.trail import Trail
@@ -48,7 +49,6 @@ _FALSE = frozenset({b"false", b"0", b"no", b"off"})
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 BeginSpan = Callable[[Mapping[bytes, bytes], Operation, str], RequestSpan | None]  # headers, what is asked, path
-Report = Callable[[Request | None, str, Operation, Trail, Outcome, HearthError | NodeFailure | None], None]
 
 
 class Inference:
@@ -103,8 +103,9 @@ class Inference:
         finally:
             if exchange.limits:
                 self._leave(exchange)
+            ended = exchange.ended(self._operation)
             for report in self._reports:
-                report(exchange.request, exchange.id, self._operation, exchange.trail, exchange.outcome, exchange.error)
+                report(ended)
 
     def _trace(self, exchange: _Exchange, path: str) -> None:
         """Lets all that is said of the request be found together."""
@@ -208,6 +209,10 @@ class _Exchange:
             data = error_event(failure)
         watch.done()
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def ended(self, operation: Operation) -> Ended:
+        trail = self.trail
+        return Ended(self.request, self.id, operation, trail, self.outcome, self.error, trail.seconds())
 
     def cut(self, error: HearthError) -> None:
         """Takes note that the request was ended from outside, with no chance to say so."""

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Protocol
 
 from app.domain import LOCAL_TIER, NodeSpec, Operation, Outcome, Request, Usage
-from app.errors import HearthError, NodeFailure
+from app.errors import HearthError
 from app.ledger.estimates import TokenEstimator
 from app.ledger.rows import RequestRow
 from app.ledger.tariffs import Tariff
+from app.routing.ended import Ended
 from app.routing.trail import Trail
 
 _NONE = Usage(0, 0)
@@ -53,40 +54,33 @@ class Bookkeeper:
         self._in_the_cloud = in_the_cloud
         self._on_figures = on_figures
 
-    def __call__(
-        self,
-        request: Request | None,
-        request_id: str,
-        operation: Operation,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> None:
+    def __call__(self, ended: Ended) -> None:
         """Takes a request that is over. One that never reached a route has no row."""
+        request, trail = ended.request, ended.trail
         if request is None or not trail.routed:
             return
         usage, estimated = self._usage(request, trail)
         local = trail.tier == LOCAL_TIER and bool(trail.node)
         cost = trail.cost + (self._local_cost(trail, usage) if local else 0)
-        saved = self._saved(request.model, usage) if local and outcome is Outcome.OK else 0
+        saved = self._saved(request.model, usage) if local and ended.outcome is Outcome.OK else 0
         if cost or saved or estimated:
             self._on_figures(trail, usage, estimated, cost, saved)
-        ended = (time.time(), trail.seconds(), operation, outcome, _code(error))
+        end = (time.time(), ended.seconds, ended.operation, ended.outcome, _code(ended))
         # Made when it is written, with many others: here, between other things, it would take twice as long.
-        self._log.add(partial(self._row, trail, request_id, request.caller.id, ended, usage, estimated, cost, saved))
+        self._log.add(partial(self._row, trail, ended.id, request.caller.id, end, usage, estimated, cost, saved))
 
     def _row(
         self,
         trail: Trail,
         request_id: str,
         key: str,
-        ended: tuple[float, float, Operation, Outcome, str],
+        end: tuple[float, float, Operation, Outcome, str],
         usage: Usage,
         estimated: bool,
         cost: int,
         saved: int,
     ) -> RequestRow:
-        now, seconds, operation, outcome, code = ended
+        now, seconds, operation, outcome, code = end
         first_content = trail.first_content
         values = (
             trail.row,
@@ -146,7 +140,5 @@ class Bookkeeper:
         return 0 if tariff is None else tariff.cost(usage)
 
 
-def _code(error: HearthError | NodeFailure | None) -> str:
-    if error is None:
-        return ""
-    return error.failure if isinstance(error, NodeFailure) else (error.code or error.type)
+def _code(ended: Ended) -> str:
+    return ended.code or (ended.error.type if isinstance(ended.error, HearthError) else "")

@@ -10,6 +10,7 @@ from app.domain import AttemptRecord, NodeSpec, Usage
 from app.routing.spans import RequestSpan
 
 EVENT = b"data: "  # begins every event of a stream
+UNROUTED = "unrouted"  # how a request is counted that came to no route
 
 
 @dataclass(slots=True)
@@ -18,7 +19,6 @@ class Trail:
 
     started: float = field(default_factory=time.perf_counter)
     route: str = ""
-    policy: str = ""
     node: str = ""  # the one that was asked last
     tier: int = 0
     spec: NodeSpec | None = None  # that node's
@@ -55,6 +55,10 @@ class Trail:
     @property
     def routed(self) -> bool:
         return bool(self.route)
+
+    def why(self, policy: str) -> str:
+        """Why the node that was asked last, in a few words."""
+        return "only candidate" if self.candidates <= 1 else f"{policy} over {self.candidates}"
 
     def began(self, first: bytes, *, stream: bool) -> None:
         """Takes the first content."""

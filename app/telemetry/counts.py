@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
-from app.domain import AttemptRecord, Operation, Outcome, Request, Usage, tier_name
-from app.errors import HearthError, NodeFailure, RateLimited
+from app.domain import AttemptRecord, Usage, tier_name
+from app.errors import RateLimited
+from app.routing.ended import Ended
 from app.routing.registry import Node
-from app.routing.trail import Trail
+from app.routing.trail import UNROUTED, Trail
 from app.telemetry.tallies import Count, Family, Spread
-
-UNROUTED = "unrouted"
 
 _FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 60, 120, 300)
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1)
@@ -110,30 +107,23 @@ class Counts:
             self._guessed.add((trail.node, tier, "prompt"), usage.prompt_tokens)
             self._guessed.add((trail.node, tier, "completion"), usage.completion_tokens)
 
-    def __call__(
-        self,
-        request: Request | None,
-        request_id: str,
-        operation: Operation,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> None:
+    def __call__(self, ended: Ended) -> None:
         """Counts one request that is over."""
+        trail = ended.trail
         node = trail.node
         tier = tier_name(trail.tier) if node else ""
         fallback = trail.fallback
-        self._requests.add((operation, trail.route or UNROUTED, tier, node, outcome, fallback))
+        self._requests.add((ended.operation, trail.route or UNROUTED, tier, node, ended.outcome, fallback))
         if fallback:
             self._fallbacks.add((fallback,))
         if trail.queued_seconds:
             self._queued.add((), trail.queued_seconds)
         if trail.unpaid is not None:
             self._unpaid.add((trail.unpaid[0] or "",))
-        if isinstance(error, RateLimited):
+        if isinstance(ended.error, RateLimited):
             self._limited.add(())
         if trail.first_content is not None:
-            self._served((node, tier), trail, request is not None and request.stream)
+            self._served((node, tier), ended)
         if trail.usage is not None:
             prompt, completion, cached = trail.usage
             self._tokens.add((node, tier, "prompt"), prompt)
@@ -141,12 +131,13 @@ class Counts:
             if cached:
                 self._tokens.add((node, tier, "cached"), cached)
 
-    def _served(self, who: tuple[str, str], trail: Trail, stream: bool) -> None:
-        first, now = trail.first_content, time.perf_counter()
-        assert first is not None
-        self._first_token.add(who, first - trail.started)
-        self._whole.add(who, now - trail.started)
-        if stream:
+    def _served(self, who: tuple[str, str], ended: Ended) -> None:
+        trail = ended.trail
+        assert trail.first_content is not None
+        first_seconds = trail.first_content - trail.started
+        self._first_token.add(who, first_seconds)
+        self._whole.add(who, ended.seconds)
+        if ended.request is not None and ended.request.stream:
             tokens = trail.events if trail.usage is None else trail.usage.completion_tokens
             if tokens > 1:
-                self._each_token.add(who, (now - first) / (tokens - 1))
+                self._each_token.add(who, (ended.seconds - first_seconds) / (tokens - 1))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
-from app.errors import HearthError, NodeFailure
-from app.routing.trail import Trail
+from app.domain import AttemptRecord, Outcome, tier_name
+from app.errors import HearthError
+from app.routing.ended import Ended
+from app.routing.trail import UNROUTED
 from app.telemetry.advice import Advice
 from app.telemetry.logs import Logger, RequestLine
-
-UNROUTED = "unrouted"
 
 
 class Reporter:
@@ -22,40 +21,24 @@ class Reporter:
         self._policy = policy
         self.advice = Advice(log)
 
-    def __call__(
-        self,
-        request: Request | None,
-        request_id: str,
-        operation: Operation,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> None:
-        trail.route = trail.route or UNROUTED
-        fields = self._fields(request, request_id, operation, trail, outcome, error)
-        if trail.context_filled is not None:
-            self.advice.filled(trail)
-        self._line("warning" if outcome is Outcome.FAILED else "info", fields)
+    def __call__(self, ended: Ended) -> None:
+        fields = self._fields(ended)
+        if ended.trail.context_filled is not None:
+            self.advice.filled(ended.trail)
+        self._line("warning" if ended.outcome is Outcome.FAILED else "info", fields)
 
     def bug(self, request_id: str, trace: str) -> None:
         """A fault of Hearth's own."""
         self._log.error("bug", id=request_id, trace=trace)
 
-    def _fields(
-        self,
-        request: Request | None,
-        request_id: str,
-        operation: Operation,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> dict[str, Any]:
+    def _fields(self, ended: Ended) -> dict[str, Any]:
+        trail, request = ended.trail, ended.request
         fields: dict[str, Any] = {
-            "id": request_id,
-            "operation": operation,
-            "outcome": outcome,
-            "ms": round(trail.seconds() * 1000, 1),
-            "route": trail.route,
+            "id": ended.id,
+            "operation": ended.operation,
+            "outcome": ended.outcome,
+            "ms": ms(ended.seconds),
+            "route": trail.route or UNROUTED,
         }
         if trail.trace_id:
             fields["trace_id"] = trail.trace_id
@@ -66,14 +49,14 @@ class Reporter:
             fields["node"] = trail.node
             fields["tier"] = tier_name(trail.tier)
             fields["model"] = trail.model
-            fields["why"] = self._why(trail)
+            fields["why"] = trail.why(self._policy)
             fields["attempts"] = [_attempt(record) for record in trail.attempts]
         if trail.fallback:
             fields["fallback"] = trail.fallback
         if trail.queued_seconds:
-            fields["queued_ms"] = _ms(trail.queued_seconds)
+            fields["queued_ms"] = ms(trail.queued_seconds)
         if trail.first_content is not None:
-            fields["first_content_ms"] = _ms(trail.first_content - trail.started)
+            fields["first_content_ms"] = ms(trail.first_content - trail.started)
         if trail.usage is not None:
             fields["tokens_in"], fields["tokens_out"], cached = trail.usage
             if cached:
@@ -84,24 +67,13 @@ class Reporter:
             fields["dropped_events"] = trail.dropped_events
         if trail.finish_reason is not None:
             fields["finish_reason"] = trail.finish_reason
-        if error is not None:
-            fields |= _told(error)
+        if ended.error is not None:
+            if isinstance(ended.error, HearthError):
+                fields["status"] = ended.error.status
+            fields["code"] = ended.code
+            if ended.said:
+                fields["error"] = ended.said
         return fields
-
-    def _why(self, trail: Trail) -> str:
-        """Why this node, in a few words."""
-        if trail.candidates <= 1:
-            return "only candidate"
-        return f"{self._policy} over {trail.candidates}"
-
-
-def _told(error: HearthError | NodeFailure) -> dict[str, Any]:
-    if isinstance(error, NodeFailure):
-        return {"error": error.summary, "code": error.failure}
-    told: dict[str, Any] = {"status": error.status, "code": error.code}
-    if error.logged:
-        told["error"] = error.logged
-    return told
 
 
 def _attempt(record: AttemptRecord) -> dict[str, Any]:
@@ -111,5 +83,6 @@ def _attempt(record: AttemptRecord) -> dict[str, Any]:
     return told
 
 
-def _ms(seconds: float) -> float:
+def ms(seconds: float) -> float:
+    """As logs and documents show times."""
     return round(seconds * 1000, 1)

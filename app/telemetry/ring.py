@@ -8,11 +8,11 @@ from collections import deque
 from itertools import islice
 from typing import Any, NamedTuple
 
-from app.domain import ANYBODY, LOCAL_TIER, AttemptRecord, Operation, Outcome, Request, tier_name
-from app.errors import HearthError, NodeFailure
+from app.domain import ANYBODY, LOCAL_TIER, AttemptRecord, Operation, Outcome, tier_name
+from app.routing.ended import Ended
 from app.routing.gate import NO_CLOUD
-from app.routing.trail import Trail
-from app.telemetry.report import UNROUTED
+from app.routing.trail import UNROUTED, Trail
+from app.telemetry.report import ms
 
 _ASKED_CHARACTERS = 100
 _DEFAULT_SIZE = 1000
@@ -59,13 +59,13 @@ class Record(NamedTuple):
             "tier": tier_name(trail.tier) if trail.node else None,
             "model": trail.model or None,
             "candidates": trail.candidates,
-            "why": self.why(),
+            "why": trail.why(self.policy) if trail.node else None,
             "fallback": str(trail.fallback) or None,
             "attempts": [_attempt(record) for record in trail.attempts],
             "cloud": self.cloud(),
-            "queued_ms": _ms(trail.queued_seconds),
-            "first_content_ms": None if first is None else _ms(first - trail.started),
-            "ms": _ms(self.seconds),
+            "queued_ms": ms(trail.queued_seconds),
+            "first_content_ms": None if first is None else ms(first - trail.started),
+            "ms": ms(self.seconds),
             "tokens_in": None if usage is None else usage.prompt_tokens,
             "tokens_out": None if usage is None else usage.completion_tokens,
             "tokens_cached": None if usage is None else usage.cached_tokens,
@@ -74,12 +74,6 @@ class Record(NamedTuple):
             "context_filled": trail.context_filled,
             "dropped_events": trail.dropped_events,
         }
-
-    def why(self) -> str | None:
-        """Why the node that was asked last, in a few words."""
-        if not self.trail.node:
-            return None
-        return "only candidate" if self.trail.candidates <= 1 else f"{self.policy} over {self.trail.candidates}"
 
     def cloud(self) -> dict[str, Any]:
         """Whether the cloud was asked, and why (not): `refusal` is the gate's, `unpaid` the code of the purse's."""
@@ -98,7 +92,7 @@ class Record(NamedTuple):
             return NO_CLOUD
         if unpaid:
             return unpaid
-        if not trail.routed or trail.route == UNROUTED:
+        if not trail.routed:
             return "the request came to no route"
         if self.outcome is Outcome.OK:
             return "a local node served it"
@@ -114,41 +108,30 @@ class Ring:
         self._records: deque[Record] = deque(maxlen=size)
         self.seq = 0  # the latest record's
 
-    def __call__(
-        self,
-        request: Request | None,
-        request_id: str,
-        operation: Operation,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> None:
+    def __call__(self, ended: Ended) -> None:
+        request = ended.request
         self.seq = seq = self.seq + 1
         asked, stream, caller = None, False, ANYBODY
         if request is not None:
             asked, stream, caller = request.model[:_ASKED_CHARACTERS], request.stream, request.caller
-        if error is None:
-            status, code, said = (200 if outcome is Outcome.OK else None), None, None
-        else:
-            status, code, said = _told(error)
         self._records.append(
             Record(
                 seq,
                 time.time_ns() // 1_000_000,
-                request_id,
-                operation,
+                ended.id,
+                ended.operation,
                 asked,
                 stream,
                 caller.id,
                 caller.name,
                 self._policy,
                 self._has_cloud,
-                trail,
-                outcome,
-                status,
-                code,
-                said,
-                trail.seconds(),
+                ended.trail,
+                ended.outcome,
+                ended.status,
+                ended.code,
+                ended.said or None,
+                ended.seconds,
             )
         )
 
@@ -170,13 +153,6 @@ class Ring:
         return next((record for record in reversed(self._records) if record.id == request_id), None)
 
 
-def _told(error: HearthError | NodeFailure) -> tuple[int, str | None, str | None]:
-    """Status, code and words. A node that fails in the middle of an answer does so after a 200."""
-    if isinstance(error, NodeFailure):
-        return 200, error.failure.value, error.summary
-    return error.status, error.code, error.logged or None
-
-
 def _attempt(record: AttemptRecord) -> dict[str, Any]:
     return {
         "node": record.node,
@@ -186,7 +162,3 @@ def _attempt(record: AttemptRecord) -> dict[str, Any]:
         "message": record.message or None,
         "ms": round(record.ms, 1),
     }
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000, 1)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from http import HTTPStatus
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -29,11 +28,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.re import parse_env_headers
 
 from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
-from app.errors import HearthError, NodeFailure
 from app.request_ids import trace_of
+from app.routing.ended import Ended
 from app.routing.registry import Candidate, Node
 from app.routing.spans import AttemptSpan, Forwarded
-from app.routing.trail import Trail
+from app.routing.trail import UNROUTED, Trail
 from app.telemetry import semconv
 from app.telemetry.prompts import input_messages
 
@@ -141,18 +140,11 @@ class Traces:
         )
         return _RequestSpan(self._tracer, span, path, self._receiver.prompts)
 
-    def __call__(
-        self,
-        request: Request | None,
-        request_id: str,
-        operation: Operation,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> None:
+    def __call__(self, ended: Ended) -> None:
         """Ends the request's span."""
-        if isinstance(trail.span, _RequestSpan) and trail.span.recorded:
-            trail.span.end(request, request_id, trail, outcome, error)
+        span = ended.trail.span
+        if isinstance(span, _RequestSpan) and span.recorded:
+            span.end(ended)
 
 
 class _RequestSpan:
@@ -205,20 +197,14 @@ class _RequestSpan:
         span = self._tracer.start_span(f"{operation} {candidate.model}", self._context, SpanKind.CLIENT, attributes)
         return _AttemptSpan(span, _forwarded(request, span.get_span_context()))
 
-    def end(
-        self,
-        request: Request | None,
-        request_id: str,
-        trail: Trail,
-        outcome: Outcome,
-        error: HearthError | NodeFailure | None,
-    ) -> None:
-        span = self._span
+    def end(self, ended: Ended) -> None:
+        span, request, trail = self._span, ended.request, ended.trail
         attributes: _Attributes = {
             semconv.METHOD: "POST",
             semconv.PATH: self._path,
-            semconv.REQUEST_ID: request_id,
-            semconv.OUTCOME: outcome.value,
+            semconv.REQUEST_ID: ended.id,
+            semconv.OUTCOME: ended.outcome.value,
+            semconv.ROUTE: trail.route or UNROUTED,
             semconv.ATTEMPTS: self.attempts,
             semconv.QUEUE_MS: round(trail.queued_seconds * 1000, 1),
         }
@@ -227,8 +213,6 @@ class _RequestSpan:
             attributes[semconv.REQUEST_STREAM] = request.stream
             if request.caller.id:
                 attributes[semconv.KEY] = request.caller.id
-        if trail.route:
-            attributes[semconv.ROUTE] = trail.route
         if trail.node:
             attributes[semconv.NODE] = trail.node
             attributes[semconv.TIER] = tier_name(trail.tier)
@@ -242,14 +226,13 @@ class _RequestSpan:
         if trail.first_content is not None:
             first = self._began + int((trail.first_content - trail.started) * 1e9)
             span.add_event(semconv.FIRST_CONTENT, timestamp=first)
-        status = _status(trail, outcome, error)
-        if status is not None:
-            attributes[semconv.STATUS_CODE] = status
-        if error is not None:
-            attributes[semconv.ERROR_TYPE] = _error_type(error)
-        if outcome is Outcome.FAILED:
+        if ended.status is not None:
+            attributes[semconv.STATUS_CODE] = ended.status
+        if ended.error is not None:
+            attributes[semconv.ERROR_TYPE] = ended.code or str(ended.status)
+        if ended.outcome is Outcome.FAILED:
             # What a client did wrong is no error of this side.
-            span.set_status(Status(StatusCode.ERROR, _said(error)))
+            span.set_status(Status(StatusCode.ERROR, ended.said))
         span.set_attributes(attributes)
         span.end()
 
@@ -386,21 +369,3 @@ def _whereabouts(node: Node) -> tuple[str, str, int]:
 def _address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _status(trail: Trail, outcome: Outcome, error: HearthError | NodeFailure | None) -> int | None:
-    """Of the answer; None where there was none."""
-    if isinstance(error, HearthError) and trail.first_content is None:
-        return error.status
-    return HTTPStatus.OK.value if outcome is Outcome.OK or trail.first_content is not None else None
-
-
-def _error_type(error: HearthError | NodeFailure) -> str:
-    return error.failure.value if isinstance(error, NodeFailure) else error.code or str(error.status)
-
-
-def _said(error: HearthError | NodeFailure | None) -> str:
-    """As the log may say it: without what the node said of the request."""
-    if isinstance(error, NodeFailure):
-        return error.summary
-    return (error.logged or "") if error is not None else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.domain import AttemptRecord, Caller, Failure, Operation, Outcome, Request, Usage
 from app.errors import AllAttemptsFailed, HearthError, NodeFailure
+from app.routing.ended import Ended
 from app.routing.trail import Trail
 from app.telemetry.ring import Ring
 
@@ -21,7 +22,7 @@ def _told(
 ) -> None:
     request = Request(request_id, Operation.CHAT, "m", b"{}", {}, caller=Caller("k1", "ann"))
     outcome = Outcome.OK if error is None else Outcome.FAILED
-    ring(request, request_id, Operation.CHAT, trail or Trail(), outcome, error)
+    ring(Ended(request, request_id, Operation.CHAT, trail or Trail(), outcome, error, 0.1))
 
 
 def test_only_the_latest_are_kept() -> None:
@@ -66,7 +67,7 @@ def test_neither_body_nor_error_is_kept_alive() -> None:
     try:
         raise HearthError("no", code="nope")
     except HearthError as error:
-        ring(request, "1", Operation.CHAT, Trail(), Outcome.FAILED, error)
+        ring(Ended(request, "1", Operation.CHAT, Trail(), Outcome.FAILED, error, 0.1))
     kept = weakref.ref(fields)
 
     del request, fields

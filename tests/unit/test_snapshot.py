@@ -28,6 +28,7 @@ from app.ledger.span import period_span
 from app.providers import KINDS
 from app.routing.admission import Admission
 from app.routing.breaker import Breaker
+from app.routing.ended import Ended
 from app.routing.registry import Node, Registry
 from app.routing.trail import Trail
 from app.sharing.meter import Account
@@ -49,7 +50,7 @@ def _record(
 ) -> Record:
     ring = Ring("random", has_cloud=True)
     trail = Trail(started=5.0, node="n", tier=tier, first_content=5.0 + first, usage=Usage(3, tokens))
-    ring(REQUEST, "id", Operation.CHAT, trail, outcome, None)
+    ring(Ended(REQUEST, "id", Operation.CHAT, trail, outcome, None, trail.seconds()))
     return ring.latest(1)[0]._replace(at=at)
 
 
@@ -136,7 +137,7 @@ class Gateway:
     def serve(self, count: int = 1) -> None:
         for _ in range(count):
             trail = Trail(route="m", node="n", model="m", candidates=1)
-            self.ring(REQUEST, "id", Operation.CHAT, trail, Outcome.OK, None)
+            self.ring(Ended(REQUEST, "id", Operation.CHAT, trail, Outcome.OK, None, trail.seconds()))
 
 
 async def _next(viewer: AsyncIterator[bytes]) -> dict[str, Any]:
