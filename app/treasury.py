@@ -4,7 +4,6 @@ there is a ledger, as SQLAlchemy takes a while."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from typing import Self
@@ -27,6 +26,7 @@ from app.settings import Settings
 from app.sharing.link import Link
 from app.sharing.memory import MemoryMeter
 from app.sharing.meter import GATEWAY, Account, key_scope, provider_scope, route_scope
+from app.sharing.periods import now_ms
 from app.sharing.shared import FailurePolicy, SharedMeter
 from app.telemetry.funds import Funds
 
@@ -35,10 +35,6 @@ _LOOK_FOR_LOST_SECONDS = 5.0
 _MODELS = 1024
 
 Alive = Callable[[], Awaitable[Collection[str] | None]]
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class Treasury:
@@ -103,7 +99,7 @@ class Treasury:
         )
 
     def _make_meter(self, settings: Settings, link: Link | None) -> MemoryMeter | SharedMeter:
-        alone = MemoryMeter(self._store.spent, _now_ms, None if link else self._spent)
+        alone = MemoryMeter(self._store.spent, now_ms, None if link else self._spent)
         if link is None:
             return alone
         policy: FailurePolicy = "local" if settings.sharing_failure == "local" else "closed"
@@ -116,7 +112,7 @@ class Treasury:
             if self._cloud:
                 await self._load_prices()
             if self._alive is None:
-                await self._store.lose_open(None, _now_ms())
+                await self._store.lose_open(None, now_ms())
             await stack.enter_async_context(self._writer)
             if isinstance(self._meter, SharedMeter):
                 await stack.enter_async_context(self._meter)
@@ -144,7 +140,7 @@ class Treasury:
         """The metrics of all this."""
         return Funds(
             accounts=self.all_accounts,
-            spent=lambda account: self._meter.spent(account, _now_ms()),
+            spent=lambda account: self._meter.spent(account, now_ms()),
             reserved=lambda: len(self._reservations),
             rows=self._writer,
         )
@@ -195,7 +191,7 @@ class Treasury:
                 await self._give_up()
                 lost = await self._store.lost()
                 if lost != known:
-                    self._meter.look_again(self.all_accounts(), _now_ms())
+                    self._meter.look_again(self.all_accounts(), now_ms())
                 known = lost
             except LedgerUnavailable:
                 pass  # the writer tells of it
@@ -204,7 +200,7 @@ class Treasury:
     async def _give_up(self) -> None:
         alive = None if self._alive is None else await self._alive()
         if alive is not None:
-            await self._store.lose_open({*alive, self._instance}, _now_ms() - _LOST_AFTER_MS)
+            await self._store.lose_open({*alive, self._instance}, now_ms() - _LOST_AFTER_MS)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

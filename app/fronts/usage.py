@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from app.ledger.report import (
 from app.ledger.span import SINCE_WORDS, span
 from app.setting_values import micro_dollars
 from app.sharing.meter import Account
+from app.sharing.periods import now_ms
 
 # Hears of a lost spend and of what it did cost (micro-dollars), so that the meter may hear of it too.
 OnReconciled = Callable[[LostSpend, int], Awaitable[None]]
@@ -84,8 +84,8 @@ _REFUSALS = {
 class UsageApi:
     """The routes under `/admin/usage`, and `/admin/budgets`.
 
-    `books` is None where there is no ledger. `accounts` are the settings' budgets: the keys' are in the ledger. `now`
-    is in seconds since 1970.
+    `books` is None where there is no ledger. `accounts` are the settings' budgets: the keys' are in the ledger. `clock`
+    is in milliseconds since 1970.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class UsageApi:
         books: Books | None,
         accounts: Sequence[Account],
         on_reconciled: OnReconciled | None = None,
-        now: Callable[[], float] = time.time,
+        clock: Callable[[], int] = now_ms,
     ) -> None:
         self._doors = doors
         self._maybe_books = books
         self._accounts = accounts
         self._on_reconciled = on_reconciled
-        self._now = now
+        self._clock = clock
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admins(self._doors)])
@@ -131,7 +131,7 @@ class UsageApi:
     async def usage(self, request: Request) -> Response:
         given = _given(request)
         form = _one_of(given.pop("format", "json"), _FORMATS, "format")
-        report = await self._books.usage(_query(given, self._now_ms()))
+        report = await self._books.usage(_query(given, self._clock()))
         # Ten thousand lines take a while: not on the loop.
         if form == "csv":
             content = await asyncio.to_thread(_csv, report)
@@ -153,7 +153,7 @@ class UsageApi:
         return JSONResponse({"id": lost.id, "state": "settled", "cost_usd": cost / 1_000_000})
 
     async def budgets(self) -> dict[str, Any]:
-        states = await self._books.budgets(self._accounts, self._now_ms())
+        states = await self._books.budgets(self._accounts, self._clock())
         return {"budgets": [budget_document(state) for state in states]}
 
     @property
@@ -161,9 +161,6 @@ class UsageApi:
         if self._maybe_books is None:
             raise LedgerOff("usage is kept in the ledger, and DATABASE_URL is off; set it")
         return self._maybe_books
-
-    def _now_ms(self) -> int:
-        return int(self._now() * 1000)
 
 
 def _json(report: Report) -> bytes:

@@ -6,7 +6,6 @@ A key that another process has made or changed is known here after `REFRESH_SECO
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from app.ledger import key as values
 from app.ledger.key import Key, KeyNameTaken, KeyNotFound, Traits
 from app.ledger.store import Store
 from app.ledger.tables import keys
+from app.sharing.periods import now_ms
 
 REFRESH_SECONDS = 2.0
 _ROWS_AT_ONCE = 200  # between them others have their turn
@@ -49,10 +49,6 @@ class _State(NamedTuple):
 
     keys: int
     changes: int
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class KeyBook:

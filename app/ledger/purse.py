@@ -4,7 +4,6 @@ request leaves; settles it after."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -29,6 +28,7 @@ from app.sharing.meter import (
     provider_scope,
     route_scope,
 )
+from app.sharing.periods import now_ms
 
 
 class Prices(Protocol):
@@ -135,7 +135,7 @@ class LedgerPurse:
             limit = self._max_tokens if accounts and self._max_tokens else None
         return Hold(
             id=f"{trail.row}-{trail.tried + 1}",
-            at=time.time_ns() // 1_000_000,
+            at=now_ms(),
             amount=tariff.at_most(prompt, completion) if tariff is not None else 0,
             tokens=prompt + completion,
             accounts=accounts,
@@ -244,7 +244,7 @@ class _Reservation:
             tokens_cached=usage.cached_tokens,
             estimated=estimated,
             outcome=outcome,
-            settled_at=time.time_ns() // 1_000_000,
+            settled_at=now_ms(),
         )
         self._purse.settled(self._hold, settlement)
 

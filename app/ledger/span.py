@@ -1,12 +1,13 @@
-"""Days and periods in UTC: what `--since 7d` means, and when a budget begins anew."""
+"""Spans of days in UTC: what `--since 7d` means, and what of it a report says."""
 
 from __future__ import annotations
 
 import re
-from datetime import UTC, date, datetime, timedelta
+from datetime import date
 from typing import NamedTuple
 
 from app.domain import Period
+from app.sharing.periods import bounds
 
 DAY_MS = 86_400_000
 SINCE_WORDS = "a day (2026-11-01), a number of days (7d), or month, week or day for the one that runs now"
@@ -37,18 +38,7 @@ def span(since: str | None, until: str | None, now_ms: int) -> Span:
 
 def period_span(period: Period, at_ms: int) -> Span:
     """The month, week or day that a moment is in."""
-    today = datetime.fromtimestamp(at_ms / 1000, UTC).date()
-    match period:
-        case Period.MONTH:
-            first = today.replace(day=1)
-            following = (first + timedelta(days=31)).replace(day=1)
-        case Period.WEEK:
-            first = today - timedelta(days=today.weekday())
-            following = first + timedelta(days=7)
-        case Period.DAY:
-            first = today
-            following = first + timedelta(days=1)
-    return Span(_ms(first), _ms(following))
+    return Span(*bounds(period, at_ms))
 
 
 def midnight(at_ms: int) -> int:

@@ -5,7 +5,6 @@ SQLAlchemy is slow to import: whoever may do without a ledger imports this modul
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from app.ledger.rows import Batch, RequestRow, Settlement, SpendRow
 from app.ledger.statements import Statements
 from app.ledger.tables import spend
 from app.sharing.meter import GATEWAY, Spent
+from app.sharing.periods import now_ms
 
 
 class Store:
@@ -161,7 +161,7 @@ class Store:
         change = (
             update(spend)
             .where(spend.c.id == spend_id, spend.c.state == "lost")
-            .values(state="settled", cost=cost, settled_at=time.time_ns() // 1_000_000)
+            .values(state="settled", cost=cost, settled_at=now_ms())
         )
         return await self._changed(change) > 0
 

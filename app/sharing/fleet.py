@@ -20,6 +20,7 @@ from app.routing.membership import Membership
 from app.routing.registry import Node, Registry
 from app.sharing.counts import Counts
 from app.sharing.link import PREFIX, Link, LinkDown
+from app.sharing.periods import now_ms
 from app.sharing.presence import Presence
 from app.sharing.roster import Roster
 from app.sharing.transitions import Transitions
@@ -29,10 +30,6 @@ CHANNEL = f"{PREFIX}fleet"
 _TICK_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _JITTER = 0.1
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class Fleet:
@@ -52,7 +49,7 @@ class Fleet:
         declared: Iterable[NodeSpec],
         on_freed: Callable[[Node], None],
         on_trouble: Callable[..., None],
-        now_ms: Callable[[], int] = _now_ms,
+        now_ms: Callable[[], int] = now_ms,
     ) -> None:
         self.instance_id = instance_id
         self._link = link
@@ -68,7 +65,6 @@ class Fleet:
         self._roster_changed = True
         self._beat_due = 0.0
         self._refused = False
-        self._garbled = False
         link.subscribe(CHANNEL, self._hear)
         link.on_change.append(self._link_changed)
 
@@ -163,14 +159,9 @@ class Fleet:
         await self._link.publish(CHANNEL, orjson.dumps([self.instance_id, what, content], default=list))
 
     def _hear(self, message: bytes) -> None:
-        try:
-            replica, what, content = orjson.loads(message)
-            if replica != self.instance_id:
-                self._take(replica, what, content)
-        except (ValueError, TypeError, AttributeError) as error:
-            if not self._garbled:
-                self._garbled = True
-                self._on_trouble("another replica speaks in a way that is not understood", reason=str(error))
+        replica, what, content = orjson.loads(message)
+        if replica != self.instance_id:
+            self._take(replica, what, content)
 
     def _take(self, replica: str, what: str, content: Any) -> None:
         now = time.monotonic()

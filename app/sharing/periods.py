@@ -1,10 +1,15 @@
-"""When the periods of budgets begin and end. Times are milliseconds since 1970, UTC."""
+"""The time now, and when the periods of budgets begin and end. Milliseconds since 1970, UTC."""
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 
 from app.domain import Period
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def bounds(period: Period, at: int) -> tuple[int, int]:
@@ -19,5 +24,5 @@ def bounds(period: Period, at: int) -> tuple[int, int]:
     return _ms(first), _ms((first + timedelta(days=31)).replace(day=1))
 
 
-def _ms(time: datetime) -> int:
-    return int(time.timestamp()) * 1000
+def _ms(moment: datetime) -> int:
+    return int(moment.timestamp()) * 1000

@@ -47,7 +47,7 @@ class Heard:
 async def serving(books: Books | None, heard: Heard) -> AsyncIterator[httpx.AsyncClient]:
     doors = Doors(Keyring([]), Keyring([ADMIN]))
     app = FastAPI()
-    api = UsageApi(doors=doors, books=books, accounts=ACCOUNTS, on_reconciled=heard, now=lambda: NOON / 1000)
+    api = UsageApi(doors=doors, books=books, accounts=ACCOUNTS, on_reconciled=heard, clock=lambda: NOON)
     app.include_router(api.router())
     render_errors(app)
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
