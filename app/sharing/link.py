@@ -47,8 +47,8 @@ class Link:
     """One process's connections to the server at `url`: `redis://`, `rediss://` or `unix://`.
 
     Opened and closed with `async with`; a server that is down then is no error. `on_trouble` gets a message and fields
-    once when the server goes out of reach, once when it is back, and when it refuses a command, as a full one does.
-    `on_change` are called with the new `up`.
+    once when the server goes out of reach, once when it is back, when it refuses a command, as a full one does, and
+    when a message is not understood, once for each channel. `on_change` are called with the new `up`.
     Answers are bytes, whole numbers, None and lists of them, whatever the command.
     """
 
@@ -63,6 +63,7 @@ class Link:
         self._refused = ""  # what was told of last: the same is told once
         self._doubt = asyncio.Event()
         self._handlers: dict[str, Handler] = {}
+        self._garbled: set[str] = set()  # channels on which something was not understood
         self._tasks: set[asyncio.Task[None]] = set()
         self._client: Redis | None = None
         # redis-py's own pool lets whoever comes last go first.
@@ -147,7 +148,7 @@ class Link:
     def subscribe(self, channel: str, handler: Handler) -> None:
         """Calls the handler with every message from now on; what is sent while the link is down is lost.
 
-        A channel has one handler, which may not raise.
+        A channel has one handler. What it raises is told of, as another version may send what it does not understand.
         """
         if channel in self._handlers:
             raise ValueError(f"{channel} has a handler already")
@@ -259,7 +260,6 @@ class Link:
     async def _hear(self, client: Redis, channel: str) -> None:
         """Reads until the connection ends. Raises LinkDown when it does, or when it has been silent for too long."""
         loop = asyncio.get_running_loop()
-        handler = self._handlers[channel]
         pubsub = client.pubsub()
         try:
             async with self._in_time():
@@ -271,7 +271,7 @@ class Link:
                 if message is not None:
                     heard = loop.time()
                     if message["type"] == "message":
-                        handler(message["data"])
+                        self._hand_on(channel, message["data"])
                     continue
                 if asked > heard:
                     raise LinkDown(f"{self.server} has gone silent")
@@ -280,6 +280,15 @@ class Link:
                 asked = loop.time()
         finally:
             await _close(pubsub)
+
+    def _hand_on(self, channel: str, message: bytes) -> None:
+        try:
+            self._handlers[channel](message)
+        except Exception as error:  # what is not understood may fail anywhere, and those that come later still count
+            if channel not in self._garbled:
+                self._garbled.add(channel)
+                reason = f"{channel}: {error!r}"
+                self._on_trouble("another replica speaks in a way that is not understood", reason=reason)
 
     @asynccontextmanager
     async def _read(self) -> AsyncIterator[None]:

@@ -168,6 +168,32 @@ async def test_replicas_pay_back_what_they_let_through_together(valkey_url: str)
             assert there.take("a", rate, 0).allowed
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"from":"x","taken":[["a",10,null,1,0,"more"]]}',
+        b'{"from":"x","taken":[["a",10,0,"1",0]]}',
+    ],
+)
+async def test_a_message_that_nobody_understands_ends_no_sharing(message: bytes, valkey_url: str) -> None:
+    clock, rate, said = _Clock(), Rate(tokens_per_minute=1000), list[str]()
+    async with linked(valkey_url) as one, linked(valkey_url, said) as two:
+        async with Limits(one, clock) as here, Limits(two, clock) as there:
+
+            async def told() -> bool:
+                await one.publish("hearth:limits", message)
+                return bool(said)
+
+            await until(told, "it is told")
+            here.take("b", rate, 100)
+
+            await until(lambda: there.take("b", rate, 0).reset_tokens_seconds > 0, "they still share")
+            assert len(said) == 1
+
+
 async def test_a_replica_alone_goes_on_with_the_limit_for_itself(valkey_url: str) -> None:
     async with linked(valkey_url) as link, Limits(link, _Clock()) as limits:
         link.up = False

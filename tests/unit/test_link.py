@@ -72,6 +72,27 @@ async def test_a_server_that_comes_back_is_used_again(valkey: Valkey) -> None:
         assert len(said) == 2
 
 
+async def test_a_handler_that_fails_hears_what_comes_later_and_is_told_of_once(valkey_url: str) -> None:
+    said: list[str] = []
+    heard: list[bytes] = []
+
+    def handle(message: bytes) -> None:
+        heard.append(message)
+        raise ValueError("it is no number")
+
+    async with linked(valkey_url, said) as link:
+        for channel in ("news", "more"):
+            link.subscribe(channel, handle)
+
+        async def arrive() -> bool:
+            for channel in ("news", "more"):
+                await link.publish(channel, channel.encode())
+            return heard.count(b"news") > 1 and heard.count(b"more") > 1
+
+        await until(arrive, "messages arrive")
+        assert said == ["another replica speaks in a way that is not understood"] * 2
+
+
 async def test_a_server_that_hangs_costs_the_timeout_and_then_nothing(valkey: Valkey) -> None:
     async with Link(valkey.url, lambda *_, **__: None, timeout_seconds=0.2) as link:
         valkey.pause()
