@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from app.commands import terminal
+from app.commands.printable import one_line
 from app.commands.running import AdminKey, Url, the_gateway
 from app.commands.terminal import Refused
 
@@ -59,9 +60,8 @@ def show(
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Names come from elsewhere, and must not steer the terminal."""
     for line in lines:
-        print("".join(each if each.isprintable() else "?" for each in line))
+        print(one_line(line))
 
 
 def _body(model: str | None, prompt_tokens: int | None, file: Path | None) -> bytes:

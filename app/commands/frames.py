@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from app.commands.nodes import reason_of, state_of
-from app.commands.running import figure, one_line
+from app.commands.printable import one_line
+from app.commands.running import figure
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from app.commands import terminal
-from app.commands.running import Gateway, OnlyKey, Url, figure, one_line, quoted, the_gateway
+from app.commands.printable import one_line
+from app.commands.running import Gateway, OnlyKey, Url, figure, quoted, the_gateway
 
 _HEADERS = ("node", "tier", "kind", "state", "in flight", "models", "in memory", "reason")
 _GIB = 2**30
@@ -66,11 +67,11 @@ def _chosen(context: typer.Context, url: str | None, key: str | None) -> Gateway
     return the_gateway(url or outer_url, key or outer_key)
 
 
-def _cells(node: Mapping[str, Any]) -> list[str]:
+def _cells(node: Mapping[str, Any]) -> tuple[object, ...]:
     limit = node.get("max_concurrency")
     in_flight = int(figure(node, "in_flight") + figure(node, "others_in_flight"))
     models = node.get("models")
-    cells = (
+    return (
         node.get("name", ""),
         node.get("tier", ""),
         node.get("kind") or "?",
@@ -80,7 +81,6 @@ def _cells(node: Mapping[str, Any]) -> list[str]:
         "; ".join(_in_memory(node)),
         reason_of(node),
     )
-    return [one_line(cell) for cell in cells]
 
 
 def state_of(node: Mapping[str, Any]) -> str:

@@ -187,11 +187,6 @@ def own_url(settings: Settings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
-def one_line(value: object) -> str:
-    """Text of somebody else, safe for a terminal: names may hold what would steer it."""
-    return "".join(character if character.isprintable() else "?" for character in str(value))
-
-
 def figure(values: Mapping[str, Any], name: str) -> float:
     """A number of a gateway that may be older or newer than this command; 0 where there is none."""
     value = values.get(name)

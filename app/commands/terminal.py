@@ -10,6 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from app.commands import BAD_USAGE
+from app.commands.printable import one_line
 from app.errors import HearthError
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def settings() -> Settings:
         raise Refused(error.message) from error
 
 
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints cells as they are, whatever they hold. Where nobody sees them they are not made to fit a width."""
+def print_table(headers: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """Prints cells, each made safe for a terminal. Where nobody sees them they are not made to fit a width."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -72,10 +73,10 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for header in headers:
         table.add_column(header, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else _WIDE_CHARACTERS).print(table)
 
 
 def _refused(message: str) -> int:
-    print("hearth: " + " ".join(message.split()), file=sys.stderr)
+    print("hearth: " + one_line(" ".join(message.split())), file=sys.stderr)
     return BAD_USAGE

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from app.commands.printable import one_line
+
 
 class Level(StrEnum):
     """How bad it is."""
@@ -126,6 +128,6 @@ def cleaned(finding: Finding, secrets: Iterable[str]) -> Finding:
     def clean(text: str) -> str:
         for secret in known:
             text = text.replace(secret, "***")
-        return "".join(character if character.isprintable() else "?" for character in text)
+        return one_line(text)
 
     return Finding(finding.level, finding.code, clean(finding.about), clean(finding.message), clean(finding.remedy))

@@ -107,7 +107,7 @@ class _Greedy(BaseHTTPRequestHandler):
         assert isinstance(self.server, _Stranger)
         self.server.keys.append(self.headers["authorization"])
         self.rfile.read(int(self.headers["content-length"]))
-        body = b'{"error": {"message": "the API key is missing"}}'
+        body = rb'{"error": {"message": "the API key is missing\u001b[2J"}}'
         self.send_response(401)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -157,6 +157,13 @@ def test_the_settings_keys_go_to_this_machine_alone(stranger: _Stranger, capsys:
     assert status == 2
     assert "give --admin-key" in capsys.readouterr().err
     assert stranger.keys == [None]
+
+
+@pytest.mark.usefixtures("boss")
+def test_what_a_server_says_cannot_steer_the_terminal(stranger: _Stranger, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", "m", "--url", stranger.url])
+
+    assert "the API key is missing?[2J" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("boss")

@@ -119,6 +119,19 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return run
 
 
+def test_a_model_name_cannot_steer_the_terminal(sqlite: str, here: Callable[..., Done]) -> None:
+    async def named() -> None:
+        async with Store(sqlite) as store:
+            await fill(store, {requests: [{**row, "model": "\x1b[2Jm"} for row in KNOWN_REQUESTS]})
+
+    asyncio.run(named())
+
+    done = here(sqlite, *NOVEMBER, "--by", "model")
+
+    assert "?[2Jm" in done.out
+    assert "\x1b" not in done.out
+
+
 def test_an_empty_ledger_is_shown_as_such(sqlite: str, here: Callable[..., Done]) -> None:
     table, document = here(sqlite), here(sqlite, "--since", "7d", "--json")
 

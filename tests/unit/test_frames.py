@@ -9,7 +9,7 @@ import pytest
 from app.commands.frames import print_frame
 from app.commands.nodes import reason_of, state_of
 from app.commands.running import Unreachable
-from app.commands.terminal import Refused
+from app.commands.terminal import Refused, print_table
 from app.commands.top import Picture, follow
 
 NODE: dict[str, Any] = {
@@ -75,17 +75,30 @@ def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert "\x1b" not in "\n".join(_frame(hostile, capsys))
 
 
+def test_a_cell_of_a_table_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["name", "number"], [["\x1b[2Jm", 3]])
+
+    assert capsys.readouterr().out.splitlines()[1].split() == ["?[2Jm", "3"]
+
+
 def test_a_frame_of_an_unknown_version_is_drawn_as_far_as_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Hearth ?" in _frame({"nodes": [{}], "requests": [{}]}, capsys)[0]
 
 
 def test_requests_of_earlier_snapshots_stay_until_a_whole_one_comes() -> None:
-    picture = Picture({"requests": ["b", "a"]})
-    picture.take({"whole": False, "requests": ["c"]})
+    picture = Picture({"seq": 2, "requests": [{"seq": 2}, {"seq": 1}]})
+    picture.take({"whole": False, "seq": 3, "requests": [{"seq": 3}]})
     after_a_part = picture.snapshot["requests"]
-    picture.take({"whole": True, "requests": ["z"]})
+    picture.take({"whole": True, "seq": 1, "requests": [{"seq": 1}]})
 
-    assert (after_a_part, picture.snapshot["requests"]) == (["c", "b", "a"], ["z"])
+    assert (after_a_part, picture.snapshot["requests"]) == ([{"seq": 3}, {"seq": 2}, {"seq": 1}], [{"seq": 1}])
+
+
+def test_a_request_that_comes_twice_is_shown_once() -> None:
+    picture = Picture({"whole": True, "seq": 2, "requests": [{"seq": 2}, {"seq": 1}]})
+    picture.take({"whole": False, "seq": 3, "requests": [{"seq": 3}, {"seq": 2}]})
+
+    assert picture.snapshot["requests"] == [{"seq": 3}, {"seq": 2}, {"seq": 1}]
 
 
 @pytest.mark.parametrize(
