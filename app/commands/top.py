@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from app.commands import terminal
-from app.commands.running import Gateway, OnlyKey, Unreachable, Url, the_gateway
+from app.commands.running import Gateway, OnlyKey, Unreachable, Url, figure, the_gateway
 from app.commands.terminal import Refused
 
 _MOST_REQUESTS = 50
@@ -50,16 +50,18 @@ def top(
 
 
 class Picture:
-    """What is shown: the latest snapshot, with the requests of those before it."""
+    """What is shown: the latest snapshot, with the requests of those before it, the newest first."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         self.snapshot = first
         self.trouble = ""
 
     def take(self, snapshot: dict[str, Any]) -> None:
-        """A snapshot that is not whole holds only the requests since the last one."""
+        """A snapshot that is not whole holds only what is new, and may repeat some of the whole one before it."""
         requests = list(snapshot.get("requests") or [])
         if not snapshot.get("whole", True):
+            known = figure(self.snapshot, "seq")
+            requests = [request for request in requests if figure(request, "seq") > known]
             requests += self.snapshot.get("requests") or []
         self.snapshot = {**snapshot, "requests": requests[:_MOST_REQUESTS]}
         self.trouble = ""

@@ -9,7 +9,7 @@ export class Feed {
   constructor() {
     this.body = byId("requests");
     this.seen = 0; // the number of the latest request that is known
-    this.held = []; // came while it was paused
+    this.held = []; // came while it was paused, the newest first
     this.paused = false;
     const button = byId("pause");
     button.addEventListener("click", () => {
@@ -23,21 +23,19 @@ export class Feed {
   show({ instance, requests, seq }) {
     if (instance !== this.instance || seq < this.seen) {
       this.seen = 0;
-      if (this.instance) this.held.push(null);
       this.instance = instance;
     }
     const fresh = requests.filter((request) => request.seq > this.seen);
     this.seen = Math.max(this.seen, seq);
-    this.held = [...this.held, ...fresh].slice(-ROWS);
+    this.held = [...fresh, ...this.held].slice(0, ROWS);
     this.flush();
   }
 
   flush() {
-    const waiting = this.held.filter(Boolean).length;
-    say(byId("feed-note"), this.paused ? `Paused · ${waiting} new` : "The latest ones, newest first");
+    say(byId("feed-note"), this.paused ? `Paused · ${this.held.length} new` : "The latest ones, newest first");
     if (this.paused) return;
     const first = this.body.childElementCount === 0;
-    this.body.prepend(...this.held.filter(Boolean).map((request) => row(request, !first)).reverse());
+    this.body.prepend(...this.held.map((request) => row(request, !first)));
     this.held = [];
     while (this.body.childElementCount > ROWS) this.body.lastElementChild.remove();
     byId("no-requests").hidden = this.body.childElementCount > 0;

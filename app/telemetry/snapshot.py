@@ -123,7 +123,7 @@ class Snapshots:
         return self._make(None)
 
     def _make(self, since: int | None) -> bytes:
-        """With the requests after this one, or with the latest ones."""
+        """With the requests after this one, or with the latest ones, the newest first."""
         now_ms = time.time_ns() // 1_000_000
         up_seconds = time.monotonic() - self._about.started
         self._pulse.take(self._ring.since(self._counted))
@@ -144,7 +144,7 @@ class Snapshots:
                 "nodes": [_node(node) for node in nodes],
                 "whole": since is None,
                 "seq": self._ring.seq,
-                "requests": [record.document() for record in reversed(self._ring.latest(count))],
+                "requests": [record.document() for record in self._ring.latest(count)],
                 "minute": self._pulse.minute(now_ms, up_seconds),
                 "series": self._pulse.series(now_ms),
                 "money": None if self._money is None else self._money.document or {},

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from app.commands.top import Picture
 from app.domain import (
     Budget,
     LoadedModel,
@@ -166,9 +167,24 @@ async def test_the_first_is_whole_and_others_bring_what_is_new() -> None:
             pass
 
     assert first["whole"]
-    assert [request["seq"] for request in first["requests"]] == list(range(11, 61))
+    assert [request["seq"] for request in first["requests"]] == list(range(60, 10, -1))
     assert not second["whole"]
-    assert [request["seq"] for request in second["requests"]] == [61, 62]
+    assert [request["seq"] for request in second["requests"]] == [62, 61]
+
+
+async def test_the_live_table_shows_each_request_once_and_the_newest_first() -> None:
+    """Whoever joins another viewer is sent the latest requests as a whole, and some of them with the others' news."""
+    gateway = Gateway(_node())
+    gateway.serve(60)
+    async with gateway.snapshots.viewer():
+        gateway.serve()
+        async with gateway.snapshots.viewer() as joining:
+            picture = Picture(await _next(joining))
+            gateway.serve()
+            while picture.snapshot["seq"] < 62:
+                picture.take(await _next(joining))
+
+    assert [request["seq"] for request in picture.snapshot["requests"]] == list(range(62, 12, -1))
 
 
 async def test_all_viewers_get_the_same_bytes() -> None:
