@@ -56,10 +56,13 @@ class Gateway:
         """
         self.url = url.rstrip("/")
         self._seconds = seconds
-        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         try:
+            parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
             self._host, self._port = parts.hostname or "", parts.port
-        except ValueError:
+            # Names that nobody can look up, and those that cannot stand in a request.
+            self._host.encode("idna")
+            http.client.HTTPConnection(self._host, self._port)
+        except (ValueError, http.client.InvalidURL):
             raise Refused(f"{url} is not a URL such as http://127.0.0.1:8000") from None
         if parts.scheme not in ("http", "https") or not self._host:
             raise Refused(f"{url} is not a URL such as http://127.0.0.1:8000")

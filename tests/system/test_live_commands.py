@@ -87,6 +87,9 @@ async def test_top_prints_one_frame_where_nobody_watches(hearth: Gateway, capsys
         (("nodes", "--admin-key", "wrong"), "wants an admin key: the API key is not valid; give --admin-key"),
         (("nodes", "--url", "http://127.0.0.1:9"), "python -m app serve"),
         (("top", "--url", "127.0.0.1:many"), "is not a URL"),
+        (("nodes", "--url", "http://[::1"), "is not a URL"),
+        (("nodes", "--url", "http://my gateway:8000"), "is not a URL"),
+        (("nodes", "--url", "http://gpu..lan:8000"), "is not a URL"),
     ],
 )
 async def test_what_cannot_be_done_is_said_in_one_line(
