@@ -112,11 +112,12 @@ class Supervisor:
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        with _wakened_by_signals(self._signalled) as wake:
+        with _wakened_by_signals() as wake:
             try:
                 while self._turn():
                     select.select([wake, *(worker.channel for worker in self._workers())], [], [], 0.2)
-                    _empty(wake)
+                    for _ in _asked_to_end(wake):
+                        self._signalled()
             finally:
                 for worker in self._workers():
                     worker.kill()
@@ -250,29 +251,33 @@ def _listeners(settings: Settings) -> Iterator[list[socket.socket]]:
 
 
 @contextmanager
-def _wakened_by_signals(act: Callable[[], None]) -> Iterator[socket.socket]:
-    """Calls `act` for each signal that asks for the end, and gives a socket that wakes whoever waits on it."""
+def _wakened_by_signals() -> Iterator[socket.socket]:
+    """Gives a socket that wakes whoever waits on it, and on which every signal's number comes.
+
+    A handler would act in the middle of anything: a worker that is being started is in no slot yet, and would not hear
+    that it is to end.
+    """
     wake, write = socket.socketpair()
     wake.setblocking(False)
     write.setblocking(False)
-    handlers: dict[int, object] = {number: lambda *_: act() for number in _SIGNALS}
-    handlers[signal.SIGCHLD] = lambda *_: None
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}  # type: ignore[arg-type]
+    # First where they are written to, or one that comes in between would be lost.
     written_to = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in (*_SIGNALS, signal.SIGCHLD)}
     try:
         yield wake
     finally:
-        signal.set_wakeup_fd(written_to)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(written_to)
         wake.close()
         write.close()
 
 
-def _empty(wake: socket.socket) -> None:
+def _asked_to_end(wake: socket.socket) -> list[int]:
+    """The signals that have come and ask for the end."""
     with suppress(BlockingIOError):
-        while wake.recv(1024):
-            pass
+        return [number for number in wake.recv(1024) if number in _SIGNALS]
+    return []
 
 
 # -- in the worker

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -245,15 +245,20 @@ class Log:
     info = error
 
 
-def supervised(log: Log, *scripts: str) -> tuple[int, int]:
-    """Runs a parent with one worker for each script, in turn; gives its exit status and how many it started."""
+def supervised(log: Log, *scripts: str, starting: Callable[[], None] = lambda: None) -> tuple[int, int]:
+    """Runs a parent with one worker for each script, in turn; gives its exit status and how many it started.
+
+    `starting` is called when a worker runs that the parent does not have in its slot yet.
+    """
     started = 0
 
     def start(index: int, listeners: list[socket.socket], channel: socket.socket) -> subprocess.Popen[bytes]:
         nonlocal started
         script = scripts[min(started, len(scripts) - 1)]
         started += 1
-        return subprocess.Popen(["sh", "-c", script], stdin=channel.fileno(), stdout=channel.fileno())
+        worker = subprocess.Popen(["sh", "-c", script], stdin=channel.fileno(), stdout=channel.fileno())
+        starting()
+        return worker
 
     status = Supervisor([Slot(0, [])], start, cast(Logger, log)).run()
     return status, started
@@ -275,6 +280,16 @@ def test_a_worker_that_ended_well_or_badly_is_started_again() -> None:
 
     assert (status, started) == (0, 3)
     assert log.said[:2] == ["a worker ended and is replaced"] * 2
+
+
+def test_a_worker_that_starts_as_the_signal_comes_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.workers.DRAIN_SECONDS", 0.1)
+
+    status, started = supervised(
+        Log(), "printf r; head -c 1 >&2", starting=lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+
+    assert (status, started) == (0, 1)
 
 
 def test_a_worker_that_does_not_end_when_told_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
