@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 LOCAL_TIER = 0
+MICRO_DOLLARS = 1_000_000  # in a dollar
 
 
 class Operation(StrEnum):

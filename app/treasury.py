@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from typing import Self
 
-from app.domain import NodeSpec
+from app.domain import MICRO_DOLLARS, NodeSpec
 from app.errors import LedgerUnavailable, ModelNotFound
 from app.ledger.bookkeeper import Bookkeeper, OnFigures
 from app.ledger.estimates import TokenEstimator
@@ -178,8 +178,8 @@ class Treasury:
                 "a cloud budget is spent" if passed[-1] == 1.0 else "a share of a cloud budget is spent",
                 budget=account.scope,
                 share=passed[-1],
-                spent_usd=after / 1_000_000,
-                limit_usd=limit / 1_000_000,
+                spent_usd=after / MICRO_DOLLARS,
+                limit_usd=limit / MICRO_DOLLARS,
                 period=account.budget.period,
             )
 

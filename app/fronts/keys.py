@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from app.domain import Period
+from app.domain import MICRO_DOLLARS, Period
 from app.errors import InvalidRequest
 from app.fronts.admin import LedgerOff, admins, body_of, refusals
 from app.fronts.auth import Doors
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _BODY_BYTES = 128 * 1024  # more than all the patterns that a key may have
-_DOLLARS_MAX = values.BUDGET_MAX // values.MICRO_DOLLARS
+_DOLLARS_MAX = values.BUDGET_MAX // MICRO_DOLLARS
 _STRICT = ConfigDict(strict=True, extra="forbid")
 _REFUSALS = {
     400: "The body is wrong; `error.message` says how to mend it.",

@@ -11,6 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from app.domain import MICRO_DOLLARS
 from app.errors import InvalidRequest, NotFound
 from app.fronts.admin import LedgerOff, admins, body_of, refusals
 from app.fronts.auth import Doors
@@ -150,7 +151,7 @@ class UsageApi:
             raise NotFound("there is no lost spend with this id; GET /admin/usage/lost lists them")
         if self._on_reconciled is not None:
             await self._on_reconciled(lost, cost)
-        return JSONResponse({"id": lost.id, "state": "settled", "cost_usd": cost / 1_000_000})
+        return JSONResponse({"id": lost.id, "state": "settled", "cost_usd": cost / MICRO_DOLLARS})
 
     async def budgets(self) -> dict[str, Any]:
         states = await self._books.budgets(self._accounts, self._clock())

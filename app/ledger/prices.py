@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING
 
-from app.domain import LOCAL_TIER, NodeSpec, Price
+from app.domain import LOCAL_TIER, MICRO_DOLLARS, NodeSpec, Price
 from app.ledger.tariffs import FREE, Step, Tariff, flat
 from app.routing.names import matches
 
@@ -26,7 +26,7 @@ _FREE_ENDING = ":free"
 _GOOGLES_PREFIX = "models/"
 _TOKENS = ("input_mtok", "output_mtok", "cache_read_mtok")
 _FEE = "requests_kcount"
-_MICRO = Decimal(1_000_000)
+_MICRO = Decimal(MICRO_DOLLARS)
 
 # When it applies (at a moment in UTC), and the tariff: the first that applies holds. Some change at a date or by night.
 _Listed = Sequence[tuple[Callable[[datetime], bool], Tariff | None]]

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from app.domain import Budget, NodeSpec, Operation, Outcome, Request, Usage
+from app.domain import MICRO_DOLLARS, Budget, NodeSpec, Operation, Outcome, Request, Usage
 from app.errors import LedgerUnavailable, NodeFailure, SpendingRefused
 from app.ledger.estimates import TokenEstimator, completion_at_most, prompt_at_most
 from app.ledger.prices import Tariff
@@ -285,7 +285,7 @@ def _refused(refusal: Refusal) -> SpendingRefused:
         )
     if refusal.why == "budget":
         return SpendingRefused(
-            f"the cloud budget of {whose} is spent: ${refusal.limit / 1_000_000:g}",
+            f"the cloud budget of {whose} is spent: ${refusal.limit / MICRO_DOLLARS:g}",
             retry_after_seconds=refusal.retry_after_seconds,
         )
     return SpendingRefused(

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from app.domain import Period
+from app.domain import MICRO_DOLLARS, Period
 from app.ledger.span import Span, day_of, period_span
 from app.sharing.meter import Account
 
 MOST_LINES = 10_000
-MICRO_DOLLARS = 1_000_000  # in a dollar
 LARGEST_COST_USD = 1_000_000  # of one attempt
 
 # What spreadsheets take for the beginning of a formula.

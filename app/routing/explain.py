@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from app.domain import Budget, Rate, Request, Role, tier_name
+from app.domain import MICRO_DOLLARS, Budget, Rate, Request, Role, tier_name
 from app.errors import HearthError, ModelNotFound
 from app.routing.choice import Choice, Step
 from app.routing.dispatch import Dispatcher
@@ -251,4 +251,4 @@ def _obstacle(obstacle: Obstacle) -> Document:
 
 
 def _usd(micro_dollars: int) -> float:
-    return micro_dollars / 1_000_000
+    return micro_dollars / MICRO_DOLLARS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.domain import AttemptRecord, Usage, tier_name
+from app.domain import MICRO_DOLLARS, AttemptRecord, Usage, tier_name
 from app.errors import RateLimited
 from app.routing.ended import Ended
 from app.routing.registry import Node
@@ -13,7 +13,6 @@ _FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 60, 120, 30
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1)
 _WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _QUEUE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
-_MICRO_DOLLARS = 1_000_000
 
 
 class Counts:
@@ -43,12 +42,12 @@ class Counts:
         self._guessed = Count(
             "hearth_estimated_tokens_total", "Tokens of answers that no node counted.", *served, "direction"
         )
-        self._spent = Count("hearth_spend_dollars_total", "What requests cost.", *served, unit=_MICRO_DOLLARS)
+        self._spent = Count("hearth_spend_dollars_total", "What requests cost.", *served, unit=MICRO_DOLLARS)
         self._saved = Count(
             "hearth_saved_dollars_total",
             "What the cloud would have cost in the place of local nodes.",
             "node",
-            unit=_MICRO_DOLLARS,
+            unit=MICRO_DOLLARS,
         )
         self._first_token = Spread(
             "hearth_time_to_first_token_seconds",

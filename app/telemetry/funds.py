@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from app.domain import MICRO_DOLLARS
 from app.errors import LedgerUnavailable
 from app.sharing.meter import Account, key_scope
 from app.telemetry.look import Look
@@ -16,7 +17,6 @@ _EVERY_SECONDS = 5.0
 _WAIT_SECONDS = 0.5  # of one scrape; after that it shows what was known before
 _KEYS = 200  # that are shown one by one
 _AT_ONCE = 8
-_MICRO_DOLLARS = 1_000_000
 _KEY = key_scope("")
 
 
@@ -112,7 +112,7 @@ class Funds:
         return found
 
     def _dollars(self, index: int) -> Iterator[tuple[Labels, float]]:
-        return ((labels, figures[index] / _MICRO_DOLLARS) for labels, figures in self._known.items())
+        return ((labels, figures[index] / MICRO_DOLLARS) for labels, figures in self._known.items())
 
 
 def _scopes(accounts: Iterable[Account]) -> Iterator[str]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from app.domain import LOCAL_TIER, Period, tier_name
+from app.domain import LOCAL_TIER, MICRO_DOLLARS, Period, tier_name
 from app.errors import LedgerUnavailable
-from app.ledger.report import MICRO_DOLLARS, Books, Dimension, Query, Report, budget_document
+from app.ledger.report import Books, Dimension, Query, Report, budget_document
 from app.ledger.span import day_of, period_span
 from app.sharing.meter import GATEWAY, Account
+from app.sharing.periods import now_ms
 from app.telemetry.look import Look
 
 _EVERY_SECONDS = 10.0
 _WAIT_SECONDS = 1.0  # of one who asks; after that it is shown without, or as it was
 _MOST_BUDGETS = 20
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class Money:
@@ -28,7 +24,7 @@ class Money:
     The period is that of the gateway's budget, else the month.
     """
 
-    def __init__(self, books: Books, accounts: Sequence[Account], now_ms: Callable[[], int] = _now_ms) -> None:
+    def __init__(self, books: Books, accounts: Sequence[Account], now_ms: Callable[[], int] = now_ms) -> None:
         self._books = books
         self._accounts = accounts
         self._now_ms = now_ms

@@ -3,15 +3,15 @@ many."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from itertools import islice
 from typing import Any, NamedTuple
 
-from app.domain import ANYBODY, LOCAL_TIER, AttemptRecord, Operation, Outcome, tier_name
+from app.domain import ANYBODY, LOCAL_TIER, MICRO_DOLLARS, AttemptRecord, Operation, Outcome, tier_name
 from app.routing.ended import Ended
 from app.routing.gate import NO_CLOUD
 from app.routing.trail import UNROUTED, Trail
+from app.sharing.periods import now_ms
 from app.telemetry.report import ms
 
 _ASKED_CHARACTERS = 100
@@ -69,7 +69,7 @@ class Record(NamedTuple):
             "tokens_in": None if usage is None else usage.prompt_tokens,
             "tokens_out": None if usage is None else usage.completion_tokens,
             "tokens_cached": None if usage is None else usage.cached_tokens,
-            "cost_usd": trail.cost / 1_000_000,
+            "cost_usd": trail.cost / MICRO_DOLLARS,
             "finish_reason": trail.finish_reason,
             "context_filled": trail.context_filled,
             "dropped_events": trail.dropped_events,
@@ -117,7 +117,7 @@ class Ring:
         self._records.append(
             Record(
                 seq,
-                time.time_ns() // 1_000_000,
+                now_ms(),
                 ended.id,
                 ended.operation,
                 asked,

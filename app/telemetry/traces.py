@@ -27,7 +27,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode,
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.re import parse_env_headers
 
-from app.domain import AttemptRecord, Operation, Outcome, Request, tier_name
+from app.domain import MICRO_DOLLARS, AttemptRecord, Operation, Outcome, Request, tier_name
 from app.request_ids import trace_of
 from app.routing.ended import Ended
 from app.routing.registry import Candidate, Node
@@ -222,7 +222,7 @@ class _RequestSpan:
         if trail.cloud_refusal:
             attributes[semconv.CLOUD_REFUSAL] = trail.cloud_refusal
         if trail.cost:
-            attributes[semconv.COST_USD] = trail.cost / 1_000_000
+            attributes[semconv.COST_USD] = trail.cost / MICRO_DOLLARS
         if trail.first_content is not None:
             first = self._began + int((trail.first_content - trail.started) * 1e9)
             span.add_event(semconv.FIRST_CONTENT, timestamp=first)
