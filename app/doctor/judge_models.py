@@ -24,7 +24,7 @@ def judge_models(nodes: Sequence[PlaceFacts], routes: Sequence[RouteSpec], *, ha
     seen = [_Node(facts) for facts in nodes if facts.models is not None or facts.spec.models]
     if not seen:
         return []
-    all_seen = len(seen) == sum(facts.spec.health_check for facts in nodes)
+    all_seen = len(seen) == len(nodes)
     mapped = [(route, name) for route in routes if (name := _local_name(route))]
     found: list[Finding] = []
     for route, name in mapped:

@@ -156,6 +156,8 @@ def _models(*nodes: PlaceFacts, routes: tuple[RouteSpec, ...] = (), has_cloud: b
 
 
 ROUTE = RouteSpec("gpt", local="m")
+UNPROBED = PlaceFacts(_spec(name="quiet", health_check=False))  # what it has, nobody knows
+DECLARED = PlaceFacts(_spec(name="said", health_check=False, models=("other",)))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,10 @@ ROUTE = RouteSpec("gpt", local="m")
         ([_ollama("a", "x:1b")], [ROUTE], True, [(W, Code.MODEL_MISSING)]),
         ([_ollama("a", "x:1b")], [replace(ROUTE, local_only=True)], True, [(X, Code.MODEL_MISSING)]),
         ([_ollama("a", "x:1b"), PlaceFacts(_spec(), Trouble.REFUSED)], [ROUTE], False, [(W, Code.MODEL_MISSING)]),
+        ([_ollama("a", "x:1b"), UNPROBED], [ROUTE], False, [(W, Code.MODEL_MISSING)]),
+        ([_ollama("a", "x:1b"), DECLARED], [ROUTE], False, [(X, Code.MODEL_MISSING)]),
+        ([PlaceFacts(_spec(), Trouble.REFUSED), DECLARED], [ROUTE], False, [(W, Code.MODEL_MISSING)]),
+        ([DECLARED], [ROUTE], False, [(X, Code.MODEL_MISSING)]),
         ([_ollama("a", "m:8b")], [ROUTE], False, [(X, Code.MODEL_NAMED_DIFFERENTLY)]),
         ([_ollama("a", "m:latest"), _vllm("b", ModelInfo("o/x"))], [ROUTE], False, [(W, Code.MODEL_MISSING_THERE)]),
         (
