@@ -31,7 +31,7 @@ class Counts:
     def __init__(self, on_freed: Callable[[Node], None]) -> None:
         self._on_freed = on_freed
         self._peers: dict[str, Peer] = {}
-        self._told: dict[str, int] = {}
+        self._told: dict[str, int] = {}  # without the zeros
         self.places: dict[str, Node] = {}
 
     @property
@@ -49,7 +49,7 @@ class Counts:
         """Our own counts that others do not know yet."""
         now = self.all()
         changed = {place: count for place, count in now.items() if count != self._told.get(place, 0)}
-        changed |= {place: 0 for place, count in self._told.items() if count and place not in now}
+        changed |= {place: 0 for place in self._told if place not in now}
         return changed
 
     def all(self) -> dict[str, int]:
@@ -57,7 +57,7 @@ class Counts:
 
     def told(self, counts: Mapping[str, int]) -> None:
         """Others have been sent these."""
-        self._told.update(counts)
+        self._told = {place: count for place, count in {**self._told, **counts}.items() if count}
 
     def hear(self, replica: str, counts: Mapping[str, int], now: float, *, whole: bool) -> None:
         """Takes another replica's counts: all that it has, or those that have changed."""

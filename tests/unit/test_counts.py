@@ -99,6 +99,19 @@ def test_a_node_that_left_counts_no_more(counts: Counts, nodes: list[Node]) -> N
     assert counts.changes() == {place(a): 0}
 
 
+def test_nodes_that_came_and_left_do_not_fill_the_memory(counts: Counts) -> None:
+    for number in range(50):
+        late = node(f"late-{number}")
+        late.in_flight = 1
+        counts.place([late])
+        counts.told(counts.changes())
+    counts.place([])
+    counts.told(counts.changes())
+
+    assert counts.changes() == {}
+    assert not counts._told
+
+
 def test_nodes_are_told_apart_by_tier_and_by_their_turn_at_one_url() -> None:
     nodes = [node("a"), node("a"), node("a", tier=1), node("b")]
 
