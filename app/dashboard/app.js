@@ -72,7 +72,7 @@ class Page {
     byId("gate").hidden = true;
     byId("board").hidden = false;
     put(byId("board"), "data-stale", null);
-    this.warn("");
+    if (this.isLost) this.warn("");
     light("Live", "good");
     this.at = snapshot.at;
     const replicas = snapshot.replicas.length > 1 ? ` · 1 of ${snapshot.replicas.length} replicas` : "";
@@ -90,15 +90,19 @@ class Page {
     put(byId("board"), "data-stale", "");
     const seen = this.at ? ` What you see is from ${format.clock(this.at)}.` : "";
     this.warn(`The connection to Hearth is lost.${seen} Trying again…`);
+    this.isLost = true;
   }
 
+  /** Stays until another one, or until what it tells of is over. */
   warn(text) {
+    this.isLost = false;
     say(byId("banner"), text);
     byId("banner").hidden = !text;
   }
 
   async mark(name, draining) {
     const path = `admin/nodes/${encodeURIComponent(name)}/${draining ? "drain" : "enable"}`;
+    if (!this.isLost) this.warn("");
     try {
       const answer = await fetch(path, { method: "POST" });
       if (!answer.ok) throw new Error((await answer.json()).error.message);

@@ -139,6 +139,26 @@ async def test_its_buttons_drain_and_enable_by_keyboard(page: Tab) -> None:
             assert not (await hearth.nodes())["n1"]["draining"]
 
 
+async def test_a_button_that_did_nothing_says_so_until_it_does(page: Tab) -> None:
+    """What came of a press is told for longer than the second until the next snapshot."""
+    async with FakeOllama(["m"]) as node:
+        async with shown(page, node) as hearth:
+            await page.live()
+            banner = page.page.get_by_role("alert").first
+            await page.page.route("**/drain", lambda route: route.fulfill(status=404, json=_error("it has left")))
+            await page.page.get_by_role("button", name="Drain n0").click()
+            await expect(banner).to_have_text("n0 could not be drained: it has left")
+            for count in (1, 2):
+                await hearth.chat("m")
+                await expect(page.page.locator("#requests tr")).to_have_count(count)
+            await expect(banner).to_have_text("n0 could not be drained: it has left")
+            await page.page.unroute("**/drain")
+            await page.page.get_by_role("button", name="Drain n0").click()
+
+            await expect(page.card("n0")).to_contain_text("Drained")
+            await expect(banner).to_be_hidden()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_it_can_be_used_by_everybody(chromium: Browser, scheme: Any) -> None:
     """On a phone, in the dark, and by ear: no sideways scrolling, names and landmarks, and contrast."""
@@ -182,6 +202,10 @@ async def test_every_file_of_the_page_is_small_and_its_own() -> None:
 
     assert sum(map(len, files.values())) < 80_000
     assert not [name for name, text in files.items() if re.search(r"https?://(?!www\.w3\.org/)", text)]
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "not_found_error", "param": None, "code": "not_found"}}
 
 
 async def _log_in(page: Tab) -> None:
