@@ -16,7 +16,6 @@ from app.ledger.keys import KeyBook
 from app.ledger.prices import PriceBook
 from app.ledger.purse import LedgerPurse, budgets
 from app.ledger.report import LostSpend
-from app.ledger.reservations import OpenReservations
 from app.ledger.store import Store
 from app.ledger.usage import LedgerBooks
 from app.ledger.writer import Writer
@@ -68,7 +67,6 @@ class Treasury:
         self._store = Store(url)
         self._prices = PriceBook(settings.cloud_prices)
         self._writer = Writer(self._store, on_trouble)
-        self._reservations = OpenReservations(self._writer)
         self._meter = self._make_meter(settings, link)
         self._stack = AsyncExitStack()
         self._equivalents: dict[str, tuple[NodeSpec, str] | None] = {}
@@ -82,7 +80,7 @@ class Treasury:
         self.purse = LedgerPurse(
             prices=self._prices,
             meter=self._meter,
-            log=self._reservations,
+            log=self._writer,
             estimator=estimator,
             budget=settings.cloud_budget(),
             max_tokens=settings.cloud_max_tokens,
@@ -141,7 +139,7 @@ class Treasury:
         return Funds(
             accounts=self.all_accounts,
             spent=lambda account: self._meter.spent(account, now_ms()),
-            reserved=lambda: len(self._reservations),
+            reserved=lambda: self.purse.open,
             rows=self._writer,
         )
 

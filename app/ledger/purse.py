@@ -63,6 +63,7 @@ class LedgerPurse:
         on_trouble: Callable[..., None],
     ) -> None:
         """`budget` is the whole gateway's. `max_tokens` is how long an answer gets that has no limit of its own."""
+        self.open = 0  # reservations whose cost is not known yet
         self._prices = prices
         self._meter = meter
         self._log = log
@@ -211,6 +212,7 @@ class _Reservation:
         self._tariff = tariff
         self._trail = trail
         self._open = True
+        purse.open += 1
 
     def settle(self, outcome: Outcome, failure: NodeFailure | None, trail: Trail) -> None:
         usage = trail.usage
@@ -235,6 +237,7 @@ class _Reservation:
         if not self._open:
             return
         self._open = False
+        self._purse.open -= 1
         self._trail.cost += cost
         settlement = Settlement(
             id=self._hold.id,

@@ -65,6 +65,20 @@ async def reserve(purse: LedgerPurse, tokens: int) -> Reservation:
     return await purse.reserve(request, Route("m", "m"), candidate(cloud), Trail())
 
 
+async def test_a_reservation_is_open_until_it_ends_and_ends_once() -> None:
+    purse = make_purse(MemoryMeter(SpendingLedger().read_spent, Clock()))
+    first, second = [await reserve(purse, 1) for _ in range(2)]
+    reserved = purse.open
+
+    first.settle(Outcome.OK, None, Trail(usage=Usage(0, 1)))
+    first.release()
+
+    assert (reserved, purse.open) == (2, 1)
+    second.release()
+    assert purse.open == 0
+    await purse.close()
+
+
 async def test_who_leaves_before_the_meter_was_asked_gives_no_tokens_back() -> None:
     """A reservation waits for what has ended. Nothing was charged for it by then."""
     meter = SlowMeter()
