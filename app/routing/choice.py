@@ -208,6 +208,21 @@ class Choice:
         job = plan.job
         if not ((job is not None and job.seat is not None) or any(candidate.node.full for candidate in candidates)):
             return None
+        try:
+            slot = await self._wait(plan, candidates)
+        except BaseException:
+            self._forget(plan)
+            raise
+        finally:
+            if job is not None:
+                self._policy.left(job)
+        attempt = None if slot is None else self._permitted(plan, slot, len(candidates))
+        if attempt is None:
+            self._forget(plan)
+        return attempt
+
+    async def _wait(self, plan: Plan, candidates: list[Candidate]) -> Slot | None:
+        """Raises `Overloaded` after as long as it may wait; at once where another tier was too full already."""
         if plan.overloaded is not None:
             raise plan.overloaded
         began = time.perf_counter()
@@ -215,23 +230,13 @@ class Choice:
         if plan.spill_seconds is not None:
             seconds = min(seconds, max(0.0, plan.spill_seconds - plan.trail.queued_seconds))
         try:
-            slot = await self._admission.wait(
-                lambda: plan.like(candidates), seconds, lambda now: self._first_free(plan, now), job
+            return await self._admission.wait(
+                lambda: plan.like(candidates), seconds, lambda now: self._first_free(plan, now), plan.job
             )
         except TimeoutError as error:
-            self._forget(plan)
             raise _too_full() from error
-        except BaseException:
-            self._forget(plan)
-            raise
         finally:
             plan.trail.queued_seconds += time.perf_counter() - began
-            if job is not None:
-                self._policy.left(job)
-        attempt = None if slot is None else self._permitted(plan, slot, len(candidates))
-        if attempt is None:
-            self._forget(plan)
-        return attempt
 
     def _first_free(self, plan: Plan, candidates: list[Candidate]) -> Candidate | None:
         """Where one that waits may go now. The policy hears of it at once, as it asks for the next one at once."""
