@@ -77,7 +77,7 @@ def _nodes(settings: Settings, nodes: Sequence[PlaceFacts]) -> Iterator[Finding]
 
 
 def _clouds(settings: Settings, clouds: Sequence[PlaceFacts], prices: Sequence[Unpriced]) -> Iterator[Finding]:
-    routes = [route for route in settings.routes_config() if not route.local_only and not route.cloud_off]
+    routes = [route for route in settings.routes_config() if route.may_leave]
     wanted = list(dict.fromkeys(route.cloud for route in routes if route.cloud and "*" not in route.cloud))
     if not clouds:
         yield from _no_cloud(settings, wanted)

@@ -70,7 +70,7 @@ class _Node:
         return list(self.facts.models or ())
 
     def key(self, name: str) -> str:
-        return (canonical(name) if self.tagged else None) or name.lower()
+        return _key(name) if self.tagged else name.lower()
 
     def serves(self, name: str) -> bool:
         return any(self.key(model.name) == self.key(name) for model in self.models)
@@ -87,12 +87,17 @@ class _Node:
         return next((model.name for model in self.models if _stem(model.name) == stem), None)
 
 
+def _key(name: str) -> str:
+    """The same for all names of one model, should Ollama serve it."""
+    return canonical(name) or name.lower()
+
+
 def _stem(name: str) -> str:
     return name.lower().rpartition("/")[2].partition(":")[0]
 
 
 def _local_name(route: RouteSpec) -> str | None:
-    name = route.local if route.local is not None or route.cloud is not None else route.pattern
+    name = route.local_for(route.pattern)
     return None if name is None or "*" in name else name
 
 
@@ -123,7 +128,7 @@ def _nowhere(route: RouteSpec, name: str, nodes: Sequence[_Node], all_seen: bool
     close = close_names(name, (model.name for node in nodes for model in node.models))
     hint = f"; did you mean {close[0]!r}?" if close else ""
     remedy = f"{_fetch(name, nodes[0])}, or correct MODEL_MAP{hint}"
-    cloud = has_cloud and not route.local_only and not route.cloud_off
+    cloud = has_cloud and route.may_leave
     if cloud or not all_seen:
         elsewhere = "; its requests go to the cloud" if cloud else ""
         return warning(Code.MODEL_MISSING, about, message + elsewhere, remedy)
@@ -148,16 +153,16 @@ def _context_changes(mapped: Sequence[tuple[RouteSpec, str]]) -> Iterator[Findin
     sizes: dict[str, set[int]] = defaultdict(set)
     for route, name in mapped:
         if route.num_ctx:
-            sizes[canonical(name) or name.lower()].add(route.num_ctx)
+            sizes[_key(name)].add(route.num_ctx)
     for route, name in mapped:
-        several = sizes.pop(canonical(name) or name.lower(), set())
+        several = sizes.pop(_key(name), set())
         if len(several) > 1:
             message = f"MODEL_MAP asks for '{name}' with num_ctx {_numbers(several)}: Ollama reloads it at each change"
             yield warning(Code.CONTEXT_CHANGES, f"model {route.pattern}", message, "give it one num_ctx everywhere")
 
 
 def _route_contexts(mapped: Sequence[tuple[RouteSpec, str]]) -> dict[str, int]:
-    return {canonical(name) or name.lower(): route.num_ctx for route, name in mapped if route.num_ctx}
+    return {_key(name): route.num_ctx for route, name in mapped if route.num_ctx}
 
 
 # -- node by node

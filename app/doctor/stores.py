@@ -92,8 +92,7 @@ def _priced(settings: Settings) -> Iterator[tuple[NodeSpec, str]]:
             yield spec, spec.default_model
         for route in settings.routes_config():
             model = route.cloud or spec.default_model
-            allowed = not route.local_only and not route.cloud_off
-            if model and allowed and "*" not in model and (gateway or spec.budget or route.budget):
+            if model and route.may_leave and "*" not in model and (gateway or spec.budget or route.budget):
                 yield spec, model
 
 

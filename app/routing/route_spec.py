@@ -21,3 +21,12 @@ class RouteSpec:
     )
     cloud_off: bool = False  # the operator wrote `"cloud": false`
     budget: Budget | None = None  # for its cloud requests
+
+    def local_for(self, asked: str) -> str | None:
+        """The model that local nodes are asked for when a client asks for `asked`; None = no local node is asked."""
+        return self.local if self.local is not None or self.cloud is not None else asked
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the operator lets its requests go to the cloud."""
+        return not self.local_only and not self.cloud_off

@@ -97,7 +97,7 @@ def _direct(name: str) -> Route:
 def _from_spec(spec: RouteSpec, asked: str) -> Route:
     return Route(
         spec.pattern,
-        local=spec.local if spec.local is not None or spec.cloud is not None else asked,
+        local=spec.local_for(asked),
         cloud=spec.cloud,
         cloud_allowed=not spec.cloud_off,
         local_only=spec.local_only,
