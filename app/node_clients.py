@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from app.domain import NodeSpec
-from app.tls import NO_TLS, Trust, not_accepted, nothing_trusted
+from app.tls import Trust, nothing_trusted, trouble
 
 
 class Clients:
@@ -43,12 +43,7 @@ class Clients:
 
 def why_no_tls(error: BaseException) -> str | None:
     """What was wrong with TLS, and which setting helps; None when a connection failed for another reason."""
-    for cause in causes(error):
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return not_accepted(cause)
-        if isinstance(cause, ssl.SSLError):
-            return NO_TLS
-    return None
+    return next((why for cause in causes(error) if (why := trouble(cause))), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

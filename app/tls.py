@@ -7,13 +7,13 @@ import ssl
 
 from app.domain import NodeSpec
 
-_SELF_SIGNED = (18, 19)  # OpenSSL's numbers for what was wrong
+OUT_OF_DATE = (9, 10)  # OpenSSL's numbers for what was wrong with a certificate
+OTHER_NAME = (62, 64)
+_SELF_SIGNED = (18, 19)
 _UNKNOWN_ISSUER = (20, 21)
-_OUT_OF_DATE = (9, 10)
-_OTHER_NAME = (62, 64)
 _OWN_AUTHORITY = "put its authority's certificate into a file, and name that in the node's ca_file or in SSL_CERT_FILE"
 
-NO_TLS = "it does not speak TLS there; should its url begin with http:// instead of https://, or its port be another?"
+_NO_TLS = "it does not speak TLS there; should its url begin with http:// instead of https://, or its port be another?"
 
 
 class UnusableCaFile(Exception):
@@ -47,17 +47,23 @@ def nothing_trusted() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-def not_accepted(error: ssl.SSLCertVerificationError) -> str:
-    """What is wrong with a node's certificate, and which setting helps."""
+def trouble(error: BaseException) -> str | None:
+    """What was wrong with TLS, and which setting helps; None for an error of another kind."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _not_accepted(error)
+    return _NO_TLS if isinstance(error, ssl.SSLError) else None
+
+
+def _not_accepted(error: ssl.SSLCertVerificationError) -> str:
     return f"its TLS certificate was not accepted: {error.verify_message.rstrip('.')}; {_remedy(error.verify_code)}"
 
 
 def _remedy(code: int) -> str:
     if code in _SELF_SIGNED or code in _UNKNOWN_ISSUER:
         return _OWN_AUTHORITY
-    if code in _OUT_OF_DATE:
+    if code in OUT_OF_DATE:
         return "renew it, or check this machine's clock"
-    if code in _OTHER_NAME:
+    if code in OTHER_NAME:
         return "use a name that it holds in the node's url"
     return "see the node's ca_file and tls_verify"
 

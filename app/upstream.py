@@ -10,7 +10,6 @@ import asyncio
 import ipaddress
 import os
 import socket
-import ssl
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from app.connection import Connection, ConnectionClosed, ConnectionFailed
 from app.domain import Failure, NodeSpec
 from app.errors import NodeFailure
 from app.providers.urls import join
-from app.tls import NO_TLS, Trust, UnusableCaFile, not_accepted
+from app.tls import Trust, UnusableCaFile, trouble
 
 # Engines built on uvicorn close idle connections after 5 s; ours must go first, or a request meets a closing socket.
 _KEEPALIVE_SECONDS = 3.5
@@ -410,10 +409,8 @@ def _literal(host: str, port: int) -> list[AddrInfoType]:
 
 
 def _why_no_connection(error: OSError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return not_accepted(error)
-    if isinstance(error, ssl.SSLError):
-        return NO_TLS
+    if no_tls := trouble(error):
+        return no_tls
     if isinstance(error, socket.gaierror):
         return "its name could not be resolved"
     return os.strerror(error.errno).lower() if error.errno else "no connection"
