@@ -24,7 +24,7 @@ from app.routing.routes import Routes
 from app.settings import Settings
 from app.sharing.link import Link
 from app.sharing.memory import MemoryMeter
-from app.sharing.meter import GATEWAY, Account, key_scope, provider_scope, route_scope
+from app.sharing.meter import Account, key_scope
 from app.sharing.periods import now_ms
 from app.sharing.shared import FailurePolicy, SharedMeter
 from app.telemetry.funds import Funds
@@ -123,10 +123,9 @@ class Treasury:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def reconciled(self, lost: LostSpend, cost: int) -> None:
-        """An operator knows what a lost attempt came to: its budgets are read from the ledger again."""
-        scopes = {GATEWAY, key_scope(lost.key), route_scope(lost.route), provider_scope(lost.node)}
-        self._meter.look_again([account for account in self.all_accounts() if account.scope in scopes], lost.at)
+    def reconciled(self, lost: LostSpend) -> None:
+        """An operator knows what a lost attempt came to: the budgets of its time are read from the ledger again."""
+        self._meter.look_again(self.all_accounts(), lost.at)
 
     def all_accounts(self) -> list[Account]:
         """Every budget that there is now: those of the settings, and then those of keys, always in the same order."""

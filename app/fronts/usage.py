@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -36,8 +36,8 @@ from app.setting_values import micro_dollars
 from app.sharing.meter import Account
 from app.sharing.periods import now_ms
 
-# Hears of a lost spend and of what it did cost (micro-dollars), so that the meter may hear of it too.
-OnReconciled = Callable[[LostSpend, int], Awaitable[None]]
+# Hears of a lost spend that is settled now, so that the meter may hear of it too.
+OnReconciled = Callable[[LostSpend], None]
 
 _FORMATS = ("json", "csv")
 _TIERS = ("local", "cloud")
@@ -150,7 +150,7 @@ class UsageApi:
         if lost is None:
             raise NotFound("there is no lost spend with this id; GET /admin/usage/lost lists them")
         if self._on_reconciled is not None:
-            await self._on_reconciled(lost, cost)
+            self._on_reconciled(lost)
         return JSONResponse({"id": lost.id, "state": "settled", "cost_usd": cost / MICRO_DOLLARS})
 
     async def budgets(self) -> dict[str, Any]:
