@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 LOCAL_TIER = 0
 MICRO_DOLLARS = 1_000_000  # in a dollar
+GIB = 2**30  # bytes
 
 
 class Operation(StrEnum):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.commands.nodes import reason_of, state_of
 from app.commands.printable import one_line
 from app.commands.running import figure
+from app.domain import GIB
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _WIDE_CHARACTERS = 1000
 _FRAME_CHARACTERS = 80  # where there is no terminal
 _FRAME_REQUESTS = 10  # where there is no terminal
-_GIB = 2**30
 _STYLES = {"good": "green", "warning": "yellow", "wrong": "bold red"}
 _HEADINGS = {"good": "Good", "warning": "Warnings", "wrong": "Wrong"}
 _STATES = {"healthy": "green", "down": "bold red", "loading": "yellow", "sleeping": "yellow", "draining": "yellow"}
@@ -154,7 +154,7 @@ def _nodes(nodes: Iterable[Mapping[str, Any]]) -> Table:
 def _memory(node: Mapping[str, Any]) -> str:
     loaded = node.get("loaded") or []
     names = ", ".join(str(model.get("name", "?")) for model in loaded)
-    used, room = figure(node, "vram_bytes") / _GIB, figure(node, "vram_gb")
+    used, room = figure(node, "vram_bytes") / GIB, figure(node, "vram_gb")
     size = f"{used:.1f}{f'/{room:g}' if room else ''} GiB " if used else ""
     return f"{size}{names}"
 

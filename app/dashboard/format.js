@@ -1,8 +1,8 @@
 // Figures as people read them.
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const GB = 1e9;
 
+export const GIB = 2 ** 30; // as nodes and their drivers count memory
 export const NONE = "–";
 
 export const count = (value) => (value === null || value === undefined ? NONE : WHOLE.format(value));
@@ -35,8 +35,8 @@ export function percent(share) {
   return `${rounded}\u00a0%`;
 }
 
-export const gigabytes = (bytes) => {
-  const value = bytes / GB;
+export const gibibytes = (bytes) => {
+  const value = bytes / GIB;
   return value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1);
 };
 

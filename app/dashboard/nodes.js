@@ -102,9 +102,9 @@ class Card {
     const known = up && node.loaded !== null && (node.vram_gb !== null || node.vram_bytes > 0);
     this.vram.element.hidden = !known;
     if (known) {
-      const share = node.vram_gb ? node.vram_bytes / (node.vram_gb * 1e9) : 0;
-      const size = node.vram_gb ? ` of ${node.vram_gb} GB` : " GB";
-      this.vram.show(share, `${format.gigabytes(node.vram_bytes)}${size}`, share > 0.9 ? "warn" : "memory", node.vram_gb !== null);
+      const share = node.vram_gb ? node.vram_bytes / (node.vram_gb * format.GIB) : 0;
+      const size = node.vram_gb ? ` of ${node.vram_gb} GiB` : " GiB";
+      this.vram.show(share, `${format.gibibytes(node.vram_bytes)}${size}`, share > 0.9 ? "warn" : "memory", node.vram_gb !== null);
     }
     const texts = loaded.slice(0, CHIPS).map(chip);
     if (loaded.length > CHIPS) texts.push(`and ${loaded.length - CHIPS} more`);
@@ -123,7 +123,7 @@ class Card {
 }
 
 function chip(model) {
-  const size = model.vram_bytes ? ` ${format.gigabytes(model.vram_bytes)} GB` : "";
+  const size = model.vram_bytes ? ` ${format.gibibytes(model.vram_bytes)} GiB` : "";
   return `${model.name}${size}`;
 }
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Protocol
 
-from app.domain import NodeState, tier_name
+from app.domain import GIB, NodeState, tier_name
 from app.routing.admission import Admission
 from app.routing.breaker import BreakerState
 from app.routing.registry import Node, Registry
 from app.telemetry.tallies import Family, Gauge, Labels, Merge
 
 _LOADED = 64  # models of one node: what it lists is its own affair
-_GIB = 2**30
 
 Value = tuple[Labels, float]
 
@@ -96,7 +95,7 @@ def node_gauges(nodes: Registry, admission: Admission) -> tuple[Family, ...]:
             "hearth_node_vram_bytes",
             "Video memory of the node, as the settings say.",
             "node",
-            source=each(lambda node: None if node.spec.vram_gb is None else node.spec.vram_gb * _GIB),
+            source=each(lambda node: None if node.spec.vram_gb is None else node.spec.vram_gb * GIB),
             merge=own,
         ),
         Gauge(

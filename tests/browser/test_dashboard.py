@@ -49,7 +49,7 @@ async def test_it_shows_nodes_and_who_served_a_request(page: Tab) -> None:
             row = page.page.get_by_role("row").filter(has=page.page.get_by_role("cell", name="n0 local"))
             await expect(row).to_contain_text("only candidate")
             await expect(page.card("n0")).to_contain_text("Healthy")
-            await expect(page.card("n0")).to_contain_text("m:latest 6.2 GB")
+            await expect(page.card("n0")).to_contain_text("m:latest 5.8 GiB")
             await expect(page.card("n1")).to_contain_text("vllm")
             assert page.complaints == []
             assert page.asked == {hearth.url}
