@@ -11,6 +11,7 @@ from typing import Any
 from app.doctor.facts import LedgerFacts, RedisFacts, Unpriced
 from app.domain import NodeSpec
 from app.errors import LedgerUnavailable
+from app.routing.registry import cloud_name
 from app.settings import Settings
 
 _LEDGER_SECONDS = 6.0
@@ -88,10 +89,11 @@ def _priced(settings: Settings) -> Iterator[tuple[NodeSpec, str]]:
     """Each cloud target's models that cost something which counts."""
     gateway = settings.cloud_budget() is not None
     for spec in settings.cloud_specs():
-        if spec.default_model and (gateway or spec.budget):
-            yield spec, spec.default_model
+        default = cloud_name(spec, None)
+        if default and (gateway or spec.budget):
+            yield spec, default
         for route in settings.routes_config():
-            model = route.cloud or spec.default_model
+            model = cloud_name(spec, route.cloud)
             if model and route.may_leave and "*" not in model and (gateway or spec.budget or route.budget):
                 yield spec, model
 

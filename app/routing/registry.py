@@ -117,15 +117,20 @@ class Node:
         return self._names.get(name) or self._names.get(self._key(name) or "")
 
     def cloud_name(self, wanted: str | None) -> str | None:
-        """The model to ask this cloud target for: `wanted`, else its default; None when it may not be asked for it."""
-        name = wanted or self.spec.default_model
-        if name is None or (self.spec.models and not any(matches(pattern, name) for pattern in self.spec.models)):
-            return None
-        return name
+        """The model to ask this cloud target for, or None when it may not be asked for `wanted`."""
+        return cloud_name(self.spec, wanted)
 
     def holds(self, own_name: str) -> bool:
         """Whether the model is in memory; True when the kind does not say."""
         return self.loaded is None or own_name in self.loaded
+
+
+def cloud_name(spec: NodeSpec, wanted: str | None) -> str | None:
+    """The model to ask a cloud target for: `wanted`, else its default; None when it may not be asked for it."""
+    name = wanted or spec.default_model
+    if name is None or (spec.models and not any(matches(pattern, name) for pattern in spec.models)):
+        return None
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,21 @@ async def test_nothing_is_wrong_where_all_is_well_and_nothing_costs_anything(tmp
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(("models", "missed"), [(["gpt-*"], 0), (["un*", "gpt-*"], 1)])
+async def test_a_price_is_missed_only_of_a_model_that_may_be_asked_for(
+    models: list[str], missed: int, tmp_path: Path
+) -> None:
+    provider = {"name": "here", "api_key": "sk-cloud-key", "models": models, "budget_usd": 5}
+    ledger = f"sqlite:///{tmp_path}/hearth.db"
+    async with FakeCloud(models=["gpt-4o-mini"], api_key="sk-cloud-key") as cloud:
+        providers = json.dumps([{**provider, "endpoint": cloud.url + "/v1"}])
+        findings = await _examine(
+            cloud_providers=providers, model_map='{"x": {"cloud": "unheard"}}', database_url=ledger
+        )
+
+    assert sum(finding.code == "price_unknown" for finding in findings) == missed
+
+
 async def test_a_clock_is_compared_by_the_date_of_answers() -> None:
     ahead = formatdate(time.time() + 3600, usegmt=True)
     async with FakeVLLM() as node, _no_engine(f"404 Not Found\r\ndate: {ahead}") as facts:
