@@ -16,6 +16,7 @@ class Chart {
     this.series = series;
     this.write = write;
     this.title = title;
+    this.at = null; // the step that is pointed at
     this.drawing = svg("svg", { role: "img", height: HEIGHT });
     this.readout = h("span", { class: "note" });
     const legend = series.map(({ name, tone }) => h("span", { class: "key", "data-tone": tone }, name));
@@ -74,18 +75,20 @@ class Chart {
 
   point(event) {
     const place = event ? Math.floor((event.offsetX - LEFT) / this.step) : -1;
-    this.at = place >= 0 && place < this.length ? place : null;
-    if (this.data) this.draw();
+    const at = place >= 0 && place < this.length ? place : null;
+    if (at === this.at) return;
+    this.at = at;
+    this.draw();
   }
 
   pointed() {
-    if (this.at === null || this.at === undefined) return [];
+    if (this.at === null) return [];
     const x = LEFT + (this.at + 0.5) * this.step;
     return [svg("line", { class: "pointer", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM })];
   }
 
   tell() {
-    if (this.at === null || this.at === undefined) return say(this.readout, "");
+    if (this.at === null) return say(this.readout, "");
     const ends = this.data.until - (this.length - 1 - this.at) * this.data.step_seconds * 1000;
     const figures = this.series.map(({ key, name }) => `${name} ${this.figure(this.data[key][this.at])}`);
     return say(this.readout, `${format.clock(ends)} · ${figures.join(" · ")}`);

@@ -52,7 +52,7 @@ export function uptime(seconds) {
 
 export const words = (name) => (name ?? "").replaceAll("_", " ");
 
-export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
+export const plural = (number, one) => `${count(number)} ${one}${number === 1 ? "" : "s"}`;
 
 const PERIODS = { day: "today", week: "this week", month: "this month" };
 export const period = (name) => PERIODS[name] ?? name;

@@ -71,8 +71,7 @@ class Card {
     }
   }
 
-  show(node) {
-    const { word, tone, reason } = condition(node);
+  show(node, { word, tone, reason }) {
     this.draining = node.draining;
     put(this.element, "data-tone", tone);
     put(this.pill, "data-tone", tone);
@@ -158,14 +157,15 @@ export class Nodes {
         this.cards.delete(name);
       }
     }
-    nodes.forEach((node, place) => this.card(node, place).show(node));
+    const conditions = new Map(nodes.map((node) => [node.name, condition(node)]));
+    nodes.forEach((node, place) => this.card(node, place).show(node, conditions.get(node.name)));
     put(byId("nodes"), "data-few", nodes.length < 3 ? "" : null);
-    this.tellChanges(nodes);
+    this.tellChanges(conditions);
     const local = nodes.filter((node) => node.tier !== "cloud");
-    const healthy = local.filter((node) => condition(node).tone === "good" || node.busy_seconds > 0).length;
+    const healthy = local.filter((node) => conditions.get(node.name).tone === "good" || node.busy_seconds > 0).length;
     say(byId("nodes-note"), local.length ? `${healthy} of ${local.length} local ones can serve` : "");
     byId("no-nodes").hidden = nodes.length > 0;
-    const troubled = nodes.filter((node) => condition(node).tone === "bad").length;
+    const troubled = [...conditions.values()].filter(({ tone }) => tone === "bad").length;
     document.title = troubled ? `(${troubled} down) Hearth` : "Hearth";
   }
 
@@ -180,8 +180,7 @@ export class Nodes {
     return card;
   }
 
-  tellChanges(nodes) {
-    const now = new Map(nodes.map((node) => [node.name, condition(node)]));
+  tellChanges(now) {
     if (this.words) {
       const changes = [...now]
         .filter(([name, { word }]) => this.words.get(name) !== word)
