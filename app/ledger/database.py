@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from sqlalchemy import URL, Connection, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from app.errors import LedgerUnavailable
@@ -34,7 +34,7 @@ class Database(Protocol):
     """One of them."""
 
     name: str  # what people know it by; no password
-    errors: tuple[type[Exception], ...]  # the driver's own, where SQLAlchemy lets them through
+    errors: tuple[type[Exception], ...]  # SQLAlchemy's, and the driver's own, which it may let through
 
     def prepare(self) -> None:
         """What must be there before the first connection."""
@@ -72,10 +72,16 @@ def database(url: str) -> Database:
     raise LedgerUnavailable(f"DATABASE_URL: {_EXAMPLES}")
 
 
+def in_a_line(error: Exception) -> str:
+    """What the driver said."""
+    cause = getattr(error, "orig", None) or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
+
+
 class _Sqlite:
     """A file of its own: any number of readers, and one writer at a time."""
 
-    errors: tuple[type[Exception], ...] = (OSError, sqlite3.Error)
+    errors: tuple[type[Exception], ...] = (SQLAlchemyError, OSError, sqlite3.Error)
 
     def __init__(self, url: str) -> None:
         path = _parsed(url).database
@@ -161,7 +167,12 @@ class _Postgres:
         self.name = _name_of(url)
         self._dsn = _POSTGRES.sub("postgresql", url, count=1)
         self._connect: Callable[..., Any] = asyncpg.connect
-        self.errors: tuple[type[Exception], ...] = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
+        self.errors: tuple[type[Exception], ...] = (
+            SQLAlchemyError,
+            OSError,
+            asyncpg.PostgresError,
+            asyncpg.InterfaceError,
+        )
 
     def prepare(self) -> None:
         """Nothing to do."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sqlalchemy import func, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.errors import LedgerUnavailable
-from app.ledger.database import database
+from app.ledger.database import database, in_a_line
 from app.ledger.migrations import HEAD, revision_of
 from app.ledger.tables import spend
 
@@ -34,20 +34,22 @@ def place(url: str) -> tuple[str, Path | None]:
 async def inspect(url: str) -> Inspection:
     """Connects and looks. Raises `LedgerUnavailable`, with a line that shows no password. A file must be there."""
     store = database(url)
-    errors: tuple[type[Exception], ...] = (SQLAlchemyError, *store.errors)
     engine = store.engine()
     try:
         async with engine.connect() as connection:
             revision = await connection.run_sync(revision_of)
             if revision is None:
                 return Inspection(None, HEAD)
-            lost = select(func.count(), func.coalesce(func.sum(spend.c.reserved), 0)).where(spend.c.state == "lost")
-            count, reserved = (await connection.execute(lost)).one()
-            return Inspection(revision, HEAD, int(count), int(reserved))
-    except errors as error:
-        cause = getattr(error, "orig", None) or error
-        words = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise LedgerUnavailable(f"{store.name} cannot be read: {words}") from error
+            return Inspection(revision, HEAD, *await lost_sums(connection))
+    except store.errors as error:
+        raise LedgerUnavailable(f"{store.name} cannot be read: {in_a_line(error)}") from error
     finally:
         await store.close()
         await engine.dispose()
+
+
+async def lost_sums(connection: AsyncConnection) -> tuple[int, int]:
+    """How many spends are lost, and the micro-dollars that were reserved for them."""
+    sums = select(func.count(), func.coalesce(func.sum(spend.c.reserved), 0)).where(spend.c.state == "lost")
+    count, reserved = (await connection.execute(sums)).one()
+    return int(count), int(reserved)

@@ -11,12 +11,13 @@ from functools import partial
 from typing import Self
 
 from sqlalchemy import case, func, select, true, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import ColumnElement, Update
 
 from app.errors import LedgerRefused, LedgerUnavailable
-from app.ledger.database import database
+from app.ledger.database import database, in_a_line
+from app.ledger.inspection import lost_sums
 from app.ledger.migrations import HEAD, NewerTables, revision_of, upgrade
 from app.ledger.rows import Batch, RequestRow, Settlement, SpendRow
 from app.ledger.statements import Statements
@@ -35,7 +36,6 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self._database = database(url)
-        self._errors: tuple[type[Exception], ...] = (SQLAlchemyError, *self._database.errors)
         self._engine: AsyncEngine | None = None
         self._writing: AsyncEngine | None = None
 
@@ -115,7 +115,7 @@ class Store:
                 await self._database.write(self._opened(self._writing), partial(self._statements.write, batch))
             # Whole numbers that are too large, and text that is no Unicode, do not even reach the database.
             except (IntegrityError, OverflowError, UnicodeError) as error:
-                raise LedgerRefused(f"the ledger refused a row: {_first_line(error)}") from error
+                raise LedgerRefused(f"the ledger refused a row: {in_a_line(error)}") from error
 
     async def spent(self, scope: str, since_ms: int) -> Spent:
         """What was reserved since then in one scope: what it came to, and what is open by hold."""
@@ -151,10 +151,8 @@ class Store:
 
     async def lost(self) -> tuple[int, int]:
         """How many rows are lost, and the micro-dollars that were reserved for them. Cheap."""
-        sums = select(func.count(), func.coalesce(func.sum(spend.c.reserved), 0)).where(spend.c.state == "lost")
         async with self.connect() as connection:
-            count, reserved = (await connection.execute(sums)).one()
-        return int(count), int(reserved)
+            return await lost_sums(connection)
 
     async def reconcile(self, spend_id: str, cost: int) -> bool:
         """An operator knows what a lost attempt came to. False when no lost row has this id."""
@@ -197,18 +195,16 @@ class Store:
             yield
         except IntegrityError:
             raise
-        except self._errors as error:
+        except self._database.errors as error:
             kind = LedgerRefused if self._database.blames_values(error) else LedgerUnavailable
-            cause = getattr(error, "orig", None) or error
-            raise kind(f"the ledger's database {self.name} failed: {_first_line(cause)}") from error
+            raise kind(f"the ledger's database {self.name} failed: {in_a_line(error)}") from error
 
     @asynccontextmanager
     async def _connecting(self) -> AsyncIterator[None]:
         try:
             yield
-        except self._errors as error:
-            cause = _first_line(getattr(error, "orig", None) or error)
-            raise LedgerUnavailable(f"DATABASE_URL: {self.name} cannot be opened: {cause}") from error
+        except self._database.errors as error:
+            raise LedgerUnavailable(f"DATABASE_URL: {self.name} cannot be opened: {in_a_line(error)}") from error
 
 
 def _in_scope(scope: str) -> ColumnElement[bool]:
@@ -217,7 +213,3 @@ def _in_scope(scope: str) -> ColumnElement[bool]:
     kind, _, whose = scope.partition(":")
     columns = {"key": spend.c.key, "route": spend.c.route, "provider": spend.c.node}
     return columns[kind] == whose
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
