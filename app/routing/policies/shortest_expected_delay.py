@@ -191,10 +191,9 @@ class ShortestExpectedDelay(Policy):
 
         Whoever rents until the rent has cost as much as to buy never pays more than twice of what was best.
         """
-        load_seconds = self.forecast.load_seconds
         ahead = max(each[2].share for each in scores)
         _, best_cold = min(
-            (each[1] * ahead + LOAD_PRICE * load_seconds(each[2]) + _EVICTION_PRICE * each[2].toll, place)
+            (each[1] * ahead + LOAD_PRICE * each[2].load_s + _EVICTION_PRICE * each[2].toll, place)
             for place, each in enumerate(scores)
             if each[2].cold
         )
@@ -208,10 +207,10 @@ class ShortestExpectedDelay(Policy):
         demand.regret_at = now
         loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
         demand.regret += loss
-        price = LOAD_PRICE * load_seconds(seat) + _EVICTION_PRICE * seat.toll
+        price = LOAD_PRICE * seat.load_s + _EVICTION_PRICE * seat.toll
         if demand.regret > price:
             demand.regret = 0.0
-            seat.work.wanted = (candidate, job, now + _WANTED_LOADS * load_seconds(seat))
+            seat.work.wanted = (candidate, job, now + _WANTED_LOADS * seat.load_s)
             self._load_wanted(seat.work)
 
     def _load_wanted(self, work: Work) -> None:
