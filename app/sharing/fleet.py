@@ -128,11 +128,7 @@ class Fleet:
         if first and not self._joined:
             await self._roster.begin()
         self._joined = True
-        if self._roster_changed or await self._roster.stale():
-            self._roster_changed = False
-            await self._roster.read()
-            self._place()
-        await self._write_roster()
+        await self._sync_roster(read=self._roster_changed or await self._roster.stale())
         counts = self._counts.all()
         await self._say("all", [{p: n for p, n in counts.items() if n}, self._transitions.all()])
         self._counts.told(counts)
@@ -141,17 +137,17 @@ class Fleet:
         transitions = self._transitions.changes()
         if transitions:
             await self._say("breakers", transitions)
-        if self._roster_changed:
-            self._roster_changed = False
-            await self._roster.read()
-            self._place()
-        await self._write_roster()
+        await self._sync_roster(read=self._roster_changed)
         counts = self._counts.changes()
         if counts:
             await self._say("counts", counts)
             self._counts.told(counts)
 
-    async def _write_roster(self) -> None:
+    async def _sync_roster(self, *, read: bool) -> None:
+        if read:
+            self._roster_changed = False
+            await self._roster.read()
+            self._place()
         if await self._roster.write():
             await self._say("nodes", None)
 

@@ -98,12 +98,12 @@ class Roster:
     def restored(self) -> None:
         """Takes the nodes that the nodes file gave back. Whatever else is known of their URLs is newer."""
         for node in self._membership.added:
-            if self._key(node.spec.url) not in self._entries:
+            if same_address(node.spec.url) not in self._entries:
                 self._note(self._entry(node.spec.url, at=_RESTORED, joined=_RESTORED, node=_encoded(node)))
 
     def since(self, node: Node) -> int:
         """When the node came, in milliseconds since 1970; 0 = with the settings."""
-        entry = self._entries.get(self._key(node.spec.url))
+        entry = self._entries.get(same_address(node.spec.url))
         return 0 if entry is None else entry.joined
 
     # -- what was asked for here
@@ -114,12 +114,12 @@ class Roster:
 
     def removed(self, url: str) -> None:
         """Also for a URL that is unknown here: another replica may have got to know it a moment ago."""
-        before = self._entries.get(self._key(url))
+        before = self._entries.get(same_address(url))
         if before is not None or len(self._entries) < _MAX_ENTRIES:
             self._note(self._entry(url, joined=before.joined if before else 0, removed=True))
 
     def drained(self, node: Node) -> None:
-        before = self._entries.get(self._key(node.spec.url))
+        before = self._entries.get(same_address(node.spec.url))
         entry = before or self._entry(node.spec.url)
         self._note(replace(entry, at=self._at(entry.url), by=self._instance_id, draining=node.draining))
 
@@ -187,26 +187,22 @@ class Roster:
         return entry.joined != (before.joined if before else 0)
 
     def _note(self, entry: Entry) -> None:
-        key = self._key(entry.url)
+        key = same_address(entry.url)
         self._entries[key] = entry
         self._unsaved.add(key)
         self._on_change()
 
     def _entry(self, url: str, at: int | None = None, **fields: Any) -> Entry:
         when = self._at(url) if at is None else at
-        return Entry(url, when, self._instance_id, declared=self._key(url) in self._declared, **fields)
+        return Entry(url, when, self._instance_id, declared=same_address(url) in self._declared, **fields)
 
     def _at(self, url: str) -> int:
-        before = self._entries.get(self._key(url))
+        before = self._entries.get(same_address(url))
         return self._now_ms() if before is None else max(self._now_ms(), before.at + 1)
 
     def _new_version(self) -> str:
         self._writes += 1
         return f"{self._instance_id} {self._writes}"
-
-    @staticmethod
-    def _key(url: str) -> str:
-        return same_address(url)
 
 
 def _encoded(node: Node) -> dict[str, Any]:
