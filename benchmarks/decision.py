@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import orjson
 
-from app.domain import ModelInfo, NodeSpec, NodeState, Operation, Outcome, Request, Usage
+from app.domain import LoadedModel, ModelInfo, NodeSpec, NodeState, Operation, Outcome, Request, Usage
 from app.providers import KINDS
 from app.routing.breaker import Breaker
 from app.routing.job import Job
@@ -20,12 +20,18 @@ from app.routing.registry import Candidate, Node
 
 _CONVERSATIONS = 20
 _REQUESTS = 4000
+# Nodes, messages, characters of each, and nodes that do not hold the model.
+_CASES = ((20, 1, 100, 0), (20, 6, 1000, 0), (20, 30, 1000, 0), (2, 1, 100, 0), (1, 1, 100, 0), (20, 6, 1000, 16))
 
 
-def _node(index: int) -> Node:
-    made = Node(NodeSpec(f"http://n{index}", name=f"n{index}", max_concurrency=8), Breaker(3, 15.0), KINDS["vllm"])
+def _node(index: int, *, loads: bool = False, holds: bool = True) -> Node:
+    """`loads`: it loads models when they are asked for, and says what it `holds`."""
+    spec = NodeSpec(f"http://n{index}", name=f"n{index}", max_concurrency=8)
+    made = Node(spec, Breaker(3, 15.0), KINDS["ollama" if loads else "vllm"])
     made.state = NodeState.HEALTHY
-    made.list_models([ModelInfo("m")])
+    made.list_models([ModelInfo("m", size_bytes=5 * 10**9)])
+    if loads:
+        made.loaded = {"m": LoadedModel("m")} if holds else {}
     return made
 
 
@@ -40,10 +46,14 @@ def _requests(messages: int, characters: int) -> list[Request]:
     return [Request("r", Operation.CHAT, "m", b"", each, stream=True) for each in fields]
 
 
-def microseconds(nodes: int, messages: int, characters: int) -> tuple[float, float]:
-    """CPU time per request of the decision, with what is read from the request; and of that with all that follows."""
-    candidates = [Candidate(_node(index), "m") for index in range(nodes)]
-    policy = ShortestExpectedDelay()
+def microseconds(nodes: int, messages: int, characters: int, cold: int = 0) -> tuple[float, float]:
+    """CPU time per request of the decision, with what is read from the request; and of that with all that follows.
+
+    `cold` of the nodes do not hold the model, but would load it.
+    """
+    made = [_node(index, loads=cold > 0, holds=index >= cold) for index in range(nodes)]
+    candidates = [Candidate(node, "m") for node in made]
+    policy = ShortestExpectedDelay(start_load=lambda candidate, job: None)
 
     def decide(request: Request) -> tuple[Job, Candidate]:
         job = Job(request)
@@ -71,10 +81,10 @@ def _timed(work: Callable[[Request], object], messages: int, characters: int) ->
 
 
 def main() -> None:
-    for nodes, messages, characters in ((20, 1, 100), (20, 6, 1000), (20, 30, 1000), (2, 1, 100), (1, 1, 100)):
-        whole, decision = microseconds(nodes, messages, characters)
+    for nodes, messages, characters, cold in _CASES:
+        whole, decision = microseconds(nodes, messages, characters, cold)
         print(
-            f"{nodes:3} nodes, {messages:2} messages of {characters:4} characters: "
+            f"{nodes:3} nodes ({cold:2} cold), {messages:2} messages of {characters:4} characters: "
             f"decision {decision:5.1f} µs, with all that follows {whole:5.1f} µs"
         )
 
