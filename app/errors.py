@@ -174,7 +174,6 @@ class AllAttemptsFailed(HearthError):
     blames_nodes = True
     status = 502
     type = "server_error"
-    code = "all_nodes_failed"
 
     def __init__(
         self, message: str, *, logged: str, status: int, code: str, retry_after_seconds: float | None = None

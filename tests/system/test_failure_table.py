@@ -6,9 +6,10 @@ import asyncio
 import json
 import re
 import socket
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
+import app as app_package
+from app.domain import Failure
+from app.errors import HearthError
 from app.settings import Settings
 from demo.httpd import Exchange, deliver, json_answer
 from tests.fakes import KINDS, Behaviour, FakeCloud, FakeNode, FakeVLLM, On
+from tests.fakes.billing import BillingCloud
 from tests.system.harness import Gateway, gateway, until
+from tests.system.money import paid
 from tests.system.reading import Answer, read
 from tests.system.scripted import DONE, SSE, RawClient, ScriptedNode, Write, chunk, event, local_nodes, says
 
@@ -325,7 +331,12 @@ async def test_a_client_that_leaves_goes_as_the_page_says(heading: str) -> None:
 
 OWN = "What Hearth answers itself"
 GOOD = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+FAR = GOOD.replace(b'"m"', b'"far"')
 JSON = {"content-type": "application/json"}
+LEDGER = "hearth.db"  # in the folder of the test
+KEPT = {"database_url": f"sqlite:///{LEDGER}"}
+BUDGET = {"cloud_budget_usd": 1, **KEPT}
+Ask = Callable[[Gateway, FakeVLLM], Awaitable[httpx.Response]]
 
 
 @asynccontextmanager
@@ -346,6 +357,14 @@ async def _get(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
     return await hearth.client.get("/v1/chat/completions")
 
 
+def _twice(body: bytes, **headers: str) -> Ask:
+    async def ask(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
+        assert (await _post(hearth, node, body, **headers)).status_code == 200
+        return await _post(hearth, node, body, **headers)
+
+    return ask
+
+
 async def _when_full(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
     async with _held(hearth, node):
         node.inferences.clear()
@@ -358,19 +377,33 @@ async def _when_down(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
     return await _post(hearth, node)
 
 
+async def _far(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
+    return await _post(hearth, node, FAR)
+
+
+async def _with_a_key_for_another(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
+    made = await hearth.client.post("/admin/keys", json={"name": "ada", "routes": ["other"]})
+    return await _post(hearth, node, authorization=f"Bearer {made.json()['secret']}")
+
+
+async def _with_a_full_disk(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
+    with closing(sqlite3.connect(LEDGER)) as ledger:
+        ledger.execute("CREATE TRIGGER full BEFORE INSERT ON spend BEGIN SELECT RAISE(FAIL, 'disk full'); END")
+    return await _post(hearth, node, FAR)
+
+
 async def _when_closing(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
     hearth.app.state.phase.closing = True
     return await _post(hearth, node)
 
 
-Ask = Callable[[Gateway, FakeVLLM], Awaitable[httpx.Response]]
 OWN_ANSWERS: Mapping[str, tuple[dict[str, Any], Ask]] = {
     "the body is no JSON object": ({}, lambda h, n: _post(h, n, b"[]")),
     "a required field is missing or wrong": ({}, lambda h, n: _post(h, n, b'{"model":"m"}')),
     "the API key is missing or wrong": ({"api_keys": "sk-some-key-0001"}, _post),
     "only the cloud could serve the request, and it must stay local": (
-        {"model_map": '{"far": {"cloud": "gpt-4o-mini"}}', "cloud_api_key": KEY, "cloud_model": "gpt-4o-mini"},
-        lambda h, n: _post(h, n, GOOD.replace(b'"m"', b'"far"'), x_hearth_local_only="true"),
+        {},
+        lambda h, n: _post(h, n, FAR, x_hearth_local_only="true"),
     ),
     "nobody serves a model of that name": ({}, lambda h, n: _post(h, n, GOOD.replace(b'"m"', b'"nowhere"'))),
     "the method is not POST": ({}, _get),
@@ -382,7 +415,27 @@ OWN_ANSWERS: Mapping[str, tuple[dict[str, Any], Ask]] = {
     "every node is full, for as long as a request may wait": ({"first_token_timeout": 0.2}, _when_full),
     "no node that serves the model is up": ({}, _when_down),
     "Hearth is shutting down": ({}, _when_closing),
+    "the API key may not ask for this model": (KEPT, _with_a_key_for_another),
+    "the API key has asked for more than it may in a minute": (
+        {"api_keys": "sk-some-key-0001", "requests_per_minute": 1},
+        _twice(GOOD, authorization="Bearer sk-some-key-0001"),
+    ),
+    "only the cloud is left, and a budget is spent": ({**BUDGET, "cloud_budget_usd": 0}, _far),
+    "only the cloud is left, and has been asked for as much as it allows in a minute": (
+        {**BUDGET, "shared": {"requests_per_minute": 1}},
+        _twice(FAR),
+    ),
+    "only the cloud is left, there is a budget, and nobody knows the model's price": (
+        {**BUDGET, "cloud_prices": {}, "model_map": {"far": {"cloud": "a-model-without-a-price"}}},
+        _far,
+    ),
+    "only the cloud is left, and the ledger cannot be written": (BUDGET, _with_a_full_disk),
+    "only the cloud is left, and Redis is out of reach": (
+        {**BUDGET, "redis_url": "redis://127.0.0.1:1"},
+        _far,
+    ),
 }
+SERVED_BEFORE = {cause: 1 for cause in OWN_ANSWERS if "in a minute" in cause}
 
 
 def test_every_answer_of_hearths_own_is_tried_out() -> None:
@@ -390,12 +443,15 @@ def test_every_answer_of_hearths_own_is_tried_out() -> None:
 
 
 @pytest.mark.parametrize("cause", OWN_ANSWERS)
-async def test_an_answer_of_hearths_own_is_as_the_page_says(cause: str) -> None:
+async def test_an_answer_of_hearths_own_is_as_the_page_says(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     row, (settings, ask) = _row(OWN, cause), OWN_ANSWERS[cause]
-    async with FakeVLLM(models=["m"]) as node, FakeCloud() as cloud:
+    async with FakeVLLM(models=["m"]) as node, BillingCloud() as cloud:
         nodes = json.dumps([{"url": node.url, "kind": "vllm", "name": "n0", "max_concurrency": 1}])
-        if "cloud_api_key" in settings:
-            settings = {**settings, "cloud_endpoint": cloud.url + "/v1"}
+        if cause.startswith("only the cloud"):
+            settings = paid(cloud, **settings)
         async with gateway(local_nodes=nodes, health_check_interval=0.1, **settings) as hearth:
             answer = await ask(hearth, node)
 
@@ -403,8 +459,19 @@ async def test_an_answer_of_hearths_own_is_as_the_page_says(cause: str) -> None:
             assert answer.json()["error"]["code"] == _code(row)
             assert answer.headers["x-hearth-error-source"] == "gateway"
             assert ("retry-after" in answer.headers) == (row["`Retry-After`?"] == "yes")
-            assert not node.inferences
-            assert not cloud.inferences
+            assert len(node.inferences) + len(cloud.inferences) == SERVED_BEFORE.get(cause, 0)
+
+
+def test_every_code_stands_on_the_page() -> None:
+    app = Path(app_package.__file__).parent
+    written = {code for path in app.rglob("*.py") for code in re.findall(r"\bcode=\"(\w+)\"", path.read_text())}
+    codes = {kind.code for kind in _kinds(HearthError)} | {failure.value for failure in Failure} | written
+
+    assert {code for code in codes if code and f"`{code}`" not in PAGE.read_text()} == set()
+
+
+def _kinds(error: type[HearthError]) -> list[type[HearthError]]:
+    return [error, *(each for below in error.__subclasses__() for each in _kinds(below))]
 
 
 # -- probes
