@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from app.declarations import LOCAL_KINDS
 from app.providers import KINDS
 
-APP = Path(__file__).parents[2] / "app"
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "app"
 MODULES = sorted(APP.rglob("*.py"))
 
 MIGRATIONS = {str(path.relative_to(APP)) for path in (APP / "ledger" / "migrations").rglob("*.py")}
@@ -87,6 +89,14 @@ def test_routing_names_no_vendor() -> None:
     names = {name for path in (APP / "routing").rglob("*.py") for name in _imports(path)}
 
     assert not [name for name in names if any(vendor in name.lower() for vendor in vendors)]
+
+
+def test_every_dependency_has_its_reason() -> None:
+    wanted = re.findall(r"^[\w-]+", (ROOT / "requirements.in").read_text(), re.MULTILINE)
+    section = (ROOT / "docs" / "decisions.md").read_text().partition("## Dependencies")[2].partition("\n## ")[0]
+    told = [name for row in re.findall(r"^\| ([a-z][\w, -]+) \|", section, re.MULTILINE) for name in row.split(", ")]
+
+    assert sorted(told) == sorted([*wanted, "package"])  # with the table's head
 
 
 def test_domain_knows_only_the_standard_library() -> None:
