@@ -17,11 +17,24 @@ _STEP_MS = STEP_SECONDS * 1000
 _MINUTE_STEPS = 60 // STEP_SECONDS
 _SAMPLES = 200  # times that are kept of one step; of more, a fair choice
 
+Percentiles = tuple[float | None, float | None]
+
 
 class _Step:
     """What ended within one step."""
 
-    __slots__ = ("cloud", "failed", "local", "number", "requests", "samples", "seen", "tokens_cloud", "tokens_local")
+    __slots__ = (
+        "_percentiles",
+        "cloud",
+        "failed",
+        "local",
+        "number",
+        "requests",
+        "samples",
+        "seen",
+        "tokens_cloud",
+        "tokens_local",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number  # since 1970
@@ -33,6 +46,7 @@ class _Step:
         self.tokens_cloud = 0
         self.samples: list[float] = []  # ms to the first content
         self.seen = 0
+        self._percentiles: Percentiles | None = None  # of the samples, once somebody asked
 
     def take(self, record: Record) -> None:
         trail = record.trail
@@ -51,7 +65,14 @@ class _Step:
             self.cloud += 1
             self.tokens_cloud += tokens
 
+    def percentiles(self) -> Percentiles:
+        """Of the samples. A step that is over is sorted once, however often it is shown."""
+        if self._percentiles is None:
+            self._percentiles = percentiles(self.samples)
+        return self._percentiles
+
     def _sample(self, ms: float) -> None:
+        self._percentiles = None
         self.seen += 1
         if len(self.samples) < _SAMPLES:
             self.samples.append(ms)
@@ -95,7 +116,7 @@ class Pulse:
         last = now_ms // _STEP_MS
         known = {step.number: step for step in self._steps}
         steps = [known.get(number) for number in range(last - STEPS + 1, last + 1)]
-        middles = [percentiles(step.samples) if step else (None, None) for step in steps]
+        middles = [step.percentiles() if step else (None, None) for step in steps]
         return {
             "step_seconds": STEP_SECONDS,
             "until": (last + 1) * _STEP_MS,
@@ -107,7 +128,7 @@ class Pulse:
         }
 
 
-def percentiles(samples: Sequence[float]) -> tuple[float | None, float | None]:
+def percentiles(samples: Sequence[float]) -> Percentiles:
     """The 50th and the 95th, of nearest rank; None where there is no sample."""
     if not samples:
         return None, None

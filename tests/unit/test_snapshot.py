@@ -91,6 +91,16 @@ def test_the_series_has_a_place_for_every_step() -> None:
     assert series["first_content_p50"][-3:] == [100.0, None, 100.0]
 
 
+def test_what_comes_after_a_look_counts_in_the_next_one() -> None:
+    pulse = _pulse(_record(first=0.1))
+    before = pulse.series(NOW_MS)["first_content_p95"][-1]
+    pulse.take([_record(first=0.3)])
+
+    after = pulse.series(NOW_MS)["first_content_p95"][-1]
+
+    assert (before, after) == (100.0, 300.0)
+
+
 def test_a_million_requests_take_no_more_memory() -> None:
     pulse = _pulse(*(_record(first=number / 1000) for number in range(5000)))
 
