@@ -13,11 +13,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from app.errors import Forbidden, InvalidRequest, NotFound, Unauthorized
-from app.fronts.admin import admins, body_of
+from app.fronts.admin import admins, body_of, refusals
 from app.fronts.asgi import ClientWatch, Receive, Scope, Send, WatchStarts, headers_of
 from app.fronts.auth import Doors
 from app.fronts.openai_wire import decode
-from app.fronts.openapi import errors
 from app.fronts.sessions import Sessions, cookie
 from app.routing.membership import Membership
 from app.routing.registry import Node, Registry
@@ -45,8 +44,7 @@ _STREAM_HEADERS = [
 ]
 _STREAM_SECONDS = 3600.0  # then the browser comes again, and shows anew that it may
 _BODY_BYTES = 4096
-_KEY = {"type": "object", "required": ["key"], "properties": {"key": {"type": "string", "minLength": 1}}}
-_DRAINED: dict[int | str, Any] = {404: {"description": "There is no local node of this name."}}
+_REFUSALS = {404: "There is no local node of this name."}
 
 
 class Snapshots(Protocol):
@@ -91,14 +89,13 @@ class Dashboard:
         router.delete("/dashboard/session", **page)(self.log_out)
         router.get("/dashboard/{name}", **page)(self.file)
         admin: dict[str, Any] = {"tags": ["admin"], "dependencies": [admins(self._doors)]}
-        told = errors(401, 403)
-        router.get("/admin/snapshot", summary="What the gateway does now", responses=told, **admin)(self.snapshot)
+        what = "What the gateway does now"
+        router.get("/admin/snapshot", summary=what, responses=refusals({}), **admin)(self.snapshot)
         # A stream without an end is nothing that a schema could describe.
         router.get("/admin/events", include_in_schema=False, **admin)(self.events)
         for word, summary in (("drain", "Give a node no new requests"), ("enable", "Give a node requests again")):
-            router.post(
-                f"/admin/nodes/{{name:path}}/{word}", summary=summary, responses={**errors(401, 403, 404)}, **admin
-            )(self._marking(word == "drain"))
+            path, told = f"/admin/nodes/{{name:path}}/{word}", refusals(_REFUSALS, 404)
+            router.post(path, summary=summary, responses=told, **admin)(self._marking(word == "drain"))
         return router
 
     # -- the page

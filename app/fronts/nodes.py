@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from app import proxy_config
 from app.domain import NodeSpec, Role
 from app.errors import Forbidden, HearthError, InvalidRequest, NodeFailure, NotFound
+from app.fronts.admin import refusals
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors
 from app.fronts.openai_wire import decode
@@ -38,6 +39,7 @@ _ANYWHERE = ("0.0.0.0", "::", "localhost", "127.0.0.1", "::1")
 _LOOPBACKS = ("127.0.0.1", "::1")
 _RESOLVE_SECONDS = 2.0
 _BODY_BYTES = 64 * 1024
+_REFUSALS = {404: "There is no node at this URL.", 502: "The node could not be asked, or did not do it."}
 _OWN_KEYS = ("name", "kind", "api_key", "weight", "max_concurrency", "vram_gb", "num_ctx")
 _OPERATORS_KEYS = ("speed", "price", "retries", "health_check", "tls_verify", "ca_file")  # not read here, but kept
 
@@ -79,7 +81,7 @@ class NodeApi:
 
     def routers(self) -> tuple[APIRouter, APIRouter]:
         shared: dict[str, Any] = {"tags": ["nodes"], "dependencies": [Depends(self._admit)]}
-        shared["responses"] = errors(400, 401, 403, 404, 502)
+        shared["responses"] = {**errors(400), **refusals(_REFUSALS, 404, 502)}
         router = APIRouter(prefix="/nodes", **shared)
         drained: dict[str, Any] = {"status_code": 202, "responses": {200: {"description": "It has no requests left."}}}
         router.get("/status", summary="Every node, by URL")(self.status)

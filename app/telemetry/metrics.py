@@ -65,10 +65,6 @@ class Metrics:
         self._turn = asyncio.Lock()  # whoever reads the metrics: some change as they are read
         self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def families(self) -> tuple[Family, ...]:
-        return tuple(self._families)
-
     def add(self, families: Iterable[Family]) -> None:
         self._families += families
 
