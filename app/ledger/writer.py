@@ -61,7 +61,7 @@ class Writer:
         self._on_trouble = on_trouble
         self._limit = limit
         self._close_seconds = close_seconds
-        self._requests: deque[RequestRow | MakeRow] = deque()
+        self._requests: deque[MakeRow] = deque()
         self._money: deque[_Opening | Settlement] = deque()  # in order: a row is opened before it is settled
         self._some = asyncio.Event()  # there is something to write
         self._now = asyncio.Event()  # and somebody waits for it
@@ -109,12 +109,12 @@ class Writer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def add(self, row: RequestRow | MakeRow) -> None:
-        """Takes a request's row, or what makes it when it is written."""
+    def add(self, make: MakeRow) -> None:
+        """Takes what makes a request's row when it is written."""
         if len(self._requests) >= self._limit:
             self._drop(1)
             return
-        self._requests.append(row)
+        self._requests.append(make)
         self._some.set()
 
     def settle(self, settlement: Settlement) -> None:
@@ -173,7 +173,7 @@ class Writer:
         while full:
             self._began = time.monotonic()
             money = list(islice(self._money, _BATCH_ROWS))
-            rows = [_made(row) for row in islice(self._requests, _BATCH_ROWS - len(money))]
+            rows = [make() for make in islice(self._requests, _BATCH_ROWS - len(money))]
             full = len(money) + len(rows) == _BATCH_ROWS
             await self._write([*money, *rows])
             # They leave the queue now, and not before: until here any fault leaves everything in place.
@@ -241,10 +241,6 @@ class Writer:
         if now - self._told_at >= _TELL_SECONDS:
             self._on_trouble("the ledger is too slow; rows of requests were dropped", rows=self._untold)
             self._told_at, self._untold = now, 0
-
-
-def _made(row: RequestRow | MakeRow) -> RequestRow:
-    return row if isinstance(row, RequestRow) else row()
 
 
 def _batch(entries: Iterable[_Opening | Settlement | RequestRow]) -> Batch:

@@ -17,7 +17,7 @@ from app.errors import LedgerRefused, LedgerUnavailable
 from app.ledger.rows import Batch, RequestRow
 from app.ledger.store import Store
 from app.ledger.tables import requests
-from app.ledger.writer import Writer
+from app.ledger.writer import MakeRow, Writer
 from tests.servers import Postgres
 from tests.system.harness import until
 from tests.system.ledger_rows import NOON, request_row, settlement, spend_row
@@ -66,6 +66,10 @@ class FakeLedger:
         return [row.id for batch in self.batches for row in batch.requests]
 
 
+def ready(row: RequestRow) -> MakeRow:
+    return lambda: row
+
+
 @pytest.fixture
 def troubles() -> Troubles:
     return Troubles()
@@ -91,7 +95,7 @@ def many(number: int) -> list[RequestRow]:
 
 async def test_rows_are_there_soon(database_url: str, troubles: Troubles) -> None:
     async with writing(database_url, troubles) as (store, writer):
-        writer.add(request_row())
+        writer.add(ready(request_row()))
 
         async def there() -> bool:
             return await count(store) == 1
@@ -114,7 +118,7 @@ async def test_closing_writes_what_waits(database_url: str, troubles: Troubles) 
     async with writing(database_url, troubles) as (_, writer):
         await writer.opened(spend_row())
         for row in many(1_000):
-            writer.add(row)
+            writer.add(ready(row))
         writer.settle(settlement())
 
     async with Store(database_url) as store:
@@ -139,7 +143,7 @@ async def test_thousands_of_rows_a_second(database_url: str, troubles: Troubles)
         for number in range(rounds):
             began = time.monotonic()
             for row in rows[number::rounds]:
-                writer.add(row)
+                writer.add(ready(row))
             await until(lambda: len(writer) == 0, "all is written")
             best = min(best, time.monotonic() - began)
 
@@ -152,7 +156,7 @@ async def test_a_database_that_dies_and_comes_back_misses_nothing(postgres: Post
         await writer.opened(spend_row("before"))
         await asyncio.to_thread(postgres.kill)
         writer.settle(settlement("before"))
-        writer.add(request_row())
+        writer.add(ready(request_row()))
         with pytest.raises(LedgerUnavailable):
             await writer.opened(spend_row("meanwhile"))
         began = time.monotonic()
@@ -176,7 +180,7 @@ async def test_a_database_that_dies_and_comes_back_misses_nothing(postgres: Post
 async def test_a_refused_row_holds_up_no_other(database_url: str, troubles: Troubles) -> None:
     async with writing(database_url, troubles) as (store, writer):
         for row in [*many(20), request_row("bad", cost=2**63), request_row("good")]:
-            writer.add(row)
+            writer.add(ready(row))
         opening = [writer.opened(spend_row("s")), writer.opened(spend_row("t", reserved=2**63))]
         good, bad = await asyncio.gather(*opening, return_exceptions=True)
         await until(lambda: len(writer) == 0, "all is written")
@@ -199,7 +203,7 @@ async def test_a_full_queue_drops_requests_and_keeps_money(troubles: Troubles) -
         opening = [asyncio.create_task(writer.opened(spend_row(str(number)))) for number in range(30)]
         await asyncio.sleep(0)
         for row in many(15):
-            writer.add(row)
+            writer.add(ready(row))
         for number in range(30):
             writer.settle(settlement(str(number)))
         assert len(writer) == 70
@@ -215,7 +219,7 @@ async def test_a_full_queue_drops_requests_and_keeps_money(troubles: Troubles) -
 async def test_an_idle_writer_leaves_the_database_alone(troubles: Troubles) -> None:
     ledger = FakeLedger()
     async with Writer(ledger, troubles) as writer:
-        writer.add(request_row())
+        writer.add(ready(request_row()))
         await until(lambda: ledger.asked, "it is written")
         await asyncio.sleep(0.6)
 
@@ -232,7 +236,7 @@ async def test_a_fault_nobody_thought_of_does_not_end_the_writer(troubles: Troub
 
     ledger = Broken()
     async with Writer(ledger, troubles) as writer:
-        writer.add(request_row())
+        writer.add(ready(request_row()))
         with pytest.raises(LedgerUnavailable, match="a bug"):
             await writer.opened(spend_row())
         await until(lambda: ledger.ids, "the row is written")
@@ -243,7 +247,7 @@ async def test_closing_waits_for_a_dead_database_for_a_while_only(troubles: Trou
     ledger.wait_for = asyncio.Event()
     writer = Writer(ledger, troubles, close_seconds=0.1)
     writer.start()
-    writer.add(request_row())
+    writer.add(ready(request_row()))
     waiting = asyncio.create_task(writer.opened(spend_row()))
     await until(lambda: ledger.asked, "it is being written")
     began = time.monotonic()
@@ -278,7 +282,7 @@ async def test_handing_over_a_row_costs_next_to_nothing(troubles: Troubles) -> N
     for _ in range(3):
         began = time.process_time()
         for row in rows[:3_000]:
-            writer.add(row)
+            writer.add(ready(row))
         best = min(best, (time.process_time() - began) / 3_000)
 
     assert best < 3e-6
@@ -310,10 +314,10 @@ async def test_whatever_fails_rows_are_written_in_order(faults: list[bool], step
         for number, step in enumerate(steps):
             match step:
                 case "add":
-                    writer.add(request_row(str(number)))
+                    writer.add(ready(request_row(str(number))))
                     added.append(str(number))
                 case "bad":
-                    writer.add(request_row("bad"))
+                    writer.add(ready(request_row("bad")))
                 case "turn":
                     await asyncio.sleep(0.001)
                 case _:
