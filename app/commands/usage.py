@@ -109,17 +109,10 @@ def reconcile(
 
 def _query(since: str, until: str | None, by: str, now_ms: int) -> Query:
     try:
-        return Query(span(since, until, now_ms), _dimensions(by))
+        return Query(span(since, until, now_ms), dimensions(by))
     except ValueError as error:
         message, name = error.args
         raise Refused(f"--{name}: {message}") from error
-
-
-def _dimensions(by: str) -> tuple[Dimension, ...]:
-    try:
-        return dimensions(by)
-    except ValueError as error:
-        raise ValueError(str(error), "by") from error
 
 
 def _from_books(use: Callable[[LedgerBooks], Awaitable[T]]) -> T:

@@ -191,13 +191,10 @@ def _given(request: Request) -> dict[str, str]:
 def _query(given: dict[str, str], now_ms: int) -> Query:
     try:
         when = span(given.get("since"), given.get("until"), now_ms)
+        by = dimensions(given.get("by", Dimension.DAY.value))
     except ValueError as error:
         message, name = error.args
         raise InvalidRequest(f"'{name}': {message}", param=name) from error
-    try:
-        by = dimensions(given.get("by", Dimension.DAY.value))
-    except ValueError as error:
-        raise InvalidRequest(f"'by': {error}", param="by") from error
     if "tier" in given:
         _one_of(given["tier"], _TIERS, "tier")
     return Query(when, by, {dimension: given[dimension] for dimension in FILTERS if dimension in given})

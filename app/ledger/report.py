@@ -136,11 +136,14 @@ class Books(Protocol):
 
 
 def dimensions(text: str) -> tuple[Dimension, ...]:
-    """Reads `day,key`; every word counts once, none at all means one line for everything. Raises `ValueError`."""
+    """Reads `day,key`; every word counts once, none at all means one line for everything.
+
+    Raises `ValueError` as `span` does.
+    """
     words = dict.fromkeys(text.split(",")) if text else {}
     wrong = next((word for word in words if word not in tuple(Dimension)), None)
     if wrong is not None:
-        raise ValueError(f"'{wrong[:100]}' is not one of {', '.join(Dimension)}")
+        raise ValueError(f"'{wrong[:100]}' is not one of {', '.join(Dimension)}", "by")
     return tuple(map(Dimension, words))
 
 

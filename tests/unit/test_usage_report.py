@@ -124,8 +124,10 @@ def test_words_to_group_by(text: str, found: tuple[Dimension, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["days", "day,,key", "day, key", "DAY", ",", " "])
 def test_unknown_words_to_group_by_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not one of day, key"):
+    with pytest.raises(ValueError, match="is not one of day, key") as error:
         dimensions(text)
+
+    assert error.value.args[1] == "by"
 
 
 def test_an_overspent_budget_has_nothing_left() -> None:
