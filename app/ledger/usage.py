@@ -48,59 +48,37 @@ class LedgerBooks:
         self._store = store
 
     async def usage(self, query: Query) -> Report:
-        return await usage(self._store, query)
+        """Sums every group that the query names. A spend belongs to the day of its reservation, as in its budget."""
+        async with self._store.connect() as connection:
+            rows = (await connection.execute(_grouped(query, query.by).limit(query.most_lines + 1))).all()
+            cut = len(rows) > query.most_lines
+            total = (await connection.execute(_grouped(query, ()))).one() if cut else None
+            names = await _key_names(connection) if Dimension.KEY in query.by else {}
+        # Thousands of rows would hold up the loop.
+        lines = await asyncio.to_thread(_lines, rows[: query.most_lines], query.by)
+        return Report(query, lines, _total(lines) if total is None else Sums(*total), cut, names)
 
     async def budgets(self, accounts: Sequence[Account], now_ms: int) -> list[BudgetState]:
-        return await budgets(self._store, accounts, now_ms)
+        """What became of each account's budget, and of each key's, with one query for each kind of period."""
+        async with self._store.connect() as connection:
+            accounts = [*accounts, *await _key_accounts(connection)]
+            periods = {account.budget.period for account in accounts}
+            spent = {period: await _spent(connection, period_span(period, now_ms)) for period in periods}
+        return fold(accounts, spent, now_ms)
 
     async def lost(self) -> list[LostSpend]:
-        return await lost_spend(self._store)
+        """The spends whose process died, the oldest first, at most `MOST_LOST`."""
+        async with self._store.connect() as connection:
+            found = await connection.execute(_LOST.order_by(spend.c.at, spend.c.id).limit(MOST_LOST))
+            return [LostSpend(*row) for row in found]
 
     async def reconcile(self, spend_id: str, cost: int) -> LostSpend | None:
-        return await reconcile(self._store, spend_id, cost)
-
-
-async def usage(store: Store, query: Query) -> Report:
-    """Sums every group that the query names. A spend belongs to the day on which it was reserved, as in its budget."""
-    async with store.connect() as connection:
-        rows = (await connection.execute(_grouped(query, query.by).limit(query.most_lines + 1))).all()
-        cut = len(rows) > query.most_lines
-        total = (await connection.execute(_grouped(query, ()))).one() if cut else None
-        names = await _key_names(connection) if Dimension.KEY in query.by else {}
-    # Thousands of rows would hold up the loop.
-    lines = await asyncio.to_thread(_lines, rows[: query.most_lines], query.by)
-    return Report(query, lines, _total(lines) if total is None else Sums(*total), cut, names)
-
-
-async def totals(store: Store, query: Query) -> Sums:
-    """The sums of everything, whatever the query groups by."""
-    async with store.connect() as connection:
-        return Sums(*(await connection.execute(_grouped(query, ()))).one())
-
-
-async def lost_spend(store: Store) -> list[LostSpend]:
-    """The spends whose process died, the oldest first, at most `MOST_LOST`."""
-    async with store.connect() as connection:
-        found = await connection.execute(_LOST.order_by(spend.c.at, spend.c.id).limit(MOST_LOST))
-        return [LostSpend(*row) for row in found]
-
-
-async def reconcile(store: Store, spend_id: str, cost: int) -> LostSpend | None:
-    """Settles a lost spend at what it did cost (micro-dollars). None when there is no lost one with this id."""
-    async with store.connect() as connection:
-        row = (await connection.execute(_LOST.where(spend.c.id == spend_id))).one_or_none()
-    # Of two who do this at the same time, one finds it settled.
-    settled = row is not None and await store.reconcile(spend_id, cost)
-    return LostSpend(*row) if row is not None and settled else None
-
-
-async def budgets(store: Store, accounts: Sequence[Account], now_ms: int) -> list[BudgetState]:
-    """What became of each account's budget, and then of each key's, with one query for each kind of period."""
-    async with store.connect() as connection:
-        accounts = [*accounts, *await _key_accounts(connection)]
-        periods = {account.budget.period for account in accounts}
-        spent = {period: await _spent(connection, period_span(period, now_ms)) for period in periods}
-    return fold(accounts, spent, now_ms)
+        """Settles a lost spend at what it did cost (micro-dollars). None when there is no lost one with this id."""
+        async with self._store.connect() as connection:
+            row = (await connection.execute(_LOST.where(spend.c.id == spend_id))).one_or_none()
+        # Of two who do this at the same time, one finds it settled.
+        settled = row is not None and await self._store.reconcile(spend_id, cost)
+        return LostSpend(*row) if row is not None and settled else None
 
 
 async def _spent(connection: AsyncConnection, span: Span) -> dict[str, tuple[int, int]]:
