@@ -111,6 +111,13 @@ async def gateway(*nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[Gatew
     settings.setdefault("database_url", "off")
     lines = Lines()
     app = create_app(Settings(_env_file=None, **settings), lines)
+    async with served(app) as client:
+        yield Gateway(str(client.base_url).rstrip("/"), app, lines, client)
+
+
+@asynccontextmanager
+async def served(app: FastAPI, headers: dict[str, str] | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app on a real port, which sends these headers."""
     # The protocol must be named, or asyncio leaves Nagle's algorithm on, which costs 40 ms a request.
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
@@ -120,9 +127,9 @@ async def gateway(*nodes: FakeNode[Any], **settings: Any) -> AsyncIterator[Gatew
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await until(lambda: server.started or serving.done(), "the gateway serves")
-            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_SECONDS) as client:
-                yield Gateway(url, app, lines, client)
+            await until(lambda: server.started or serving.done(), "it serves")
+            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_SECONDS, headers=headers) as client:
+                yield client
         finally:
             server.should_exit = True
             await serving

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 
 from app.fronts.asgi import headers_of
@@ -20,7 +17,7 @@ from app.fronts.control import render_errors
 from app.fronts.keys import KeyApi
 from app.ledger.keys import KeyBook
 from app.ledger.store import Store
-from tests.system.harness import DEADLINE_SECONDS, _Server, until
+from tests.system.harness import served
 
 ADMIN = "sk-admin-key-for-tests-0001"
 PAST = "2020-01-01T00:00:00Z"
@@ -76,18 +73,8 @@ async def serving(book: KeyBook | None) -> AsyncIterator[Keys]:
         check_route(caller, model)
         return caller.id
 
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await until(lambda: server.started or running.done(), "it serves")
-            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_SECONDS, headers=bearer(ADMIN)) as client:
-                yield Keys(client)
-        finally:
-            server.should_exit = True
-            await running
+    async with served(app, bearer(ADMIN)) as client:
+        yield Keys(client)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from app.domain import Budget, Period
@@ -26,7 +23,7 @@ from app.ledger.store import Store
 from app.ledger.tables import requests, spend
 from app.ledger.usage import LedgerBooks
 from app.sharing.meter import GATEWAY, Account, provider_scope
-from tests.system.harness import DEADLINE_SECONDS, _Server, until
+from tests.system.harness import served
 from tests.system.usage_rows import KNOWN_REQUESTS, KNOWN_SPEND, NOON, a_request, fill
 
 ADMIN = "sk-admin-key-for-tests-0001"
@@ -50,19 +47,8 @@ async def serving(books: Books | None, heard: Heard) -> AsyncIterator[httpx.Asyn
     api = UsageApi(doors=doors, books=books, accounts=ACCOUNTS, on_reconciled=heard, clock=lambda: NOON)
     app.include_router(api.router())
     render_errors(app)
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await until(lambda: server.started or running.done(), "it serves")
-            headers = {"authorization": f"Bearer {ADMIN}"}
-            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_SECONDS, headers=headers) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            await running
+    async with served(app, {"authorization": f"Bearer {ADMIN}"}) as client:
+        yield client
 
 
 @pytest.fixture
