@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from app.domain import Period
-from app.sharing.meter import Account, Flow, Hold, ReadSpent, Refusal, Spent, exhausted
+from app.sharing.meter import Account, Hold, ReadSpent, Refusal, Spent, exhausted
 from app.sharing.periods import bounds
 from app.sharing.turns import Turns
 
@@ -40,18 +40,25 @@ def pool_of(account: Account, at: int) -> Pool:
 
 
 class Part(NamedTuple):
-    """One limit of a flow: `kind` is what it counts, `tokens` or `requests`."""
+    """One limit of a flow, and what the hold takes of it: `kind` is what it counts, `tokens` or `requests`."""
 
     scope: str
-    kind: str
+    kind: Literal["tokens", "requests"]
     limit: int
+    amount: int
 
 
-def parts_of(flow: Flow) -> Iterator[Part]:
-    if flow.rate.requests_per_minute is not None:
-        yield Part(flow.scope, "requests", flow.rate.requests_per_minute)
-    if flow.rate.tokens_per_minute is not None:
-        yield Part(flow.scope, "tokens", flow.rate.tokens_per_minute)
+def parts_of(hold: Hold) -> Iterator[Part]:
+    for scope, rate in hold.flows:
+        if rate.requests_per_minute is not None:
+            yield Part(scope, "requests", rate.requests_per_minute, 1)
+        if rate.tokens_per_minute is not None:
+            yield Part(scope, "tokens", rate.tokens_per_minute, hold.tokens)
+
+
+def corrected(hold: Hold) -> Iterator[Part]:
+    """The limits that hear how many tokens it was in the end."""
+    return (part for part in parts_of(hold) if part.kind == "tokens" and part.limit > 0)
 
 
 def over_budget(account: Account, hold: Hold, *, only_held: bool) -> Refusal:
@@ -62,7 +69,7 @@ def over_budget(account: Account, hold: Hold, *, only_held: bool) -> Refusal:
 
 
 def over_rate(part: Part, wait_ms: float) -> Refusal:
-    return Refusal(part.scope, "tokens" if part.kind == "tokens" else "requests", wait_ms / 1000, part.limit)
+    return Refusal(part.scope, part.kind, wait_ms / 1000, part.limit)
 
 
 class _Spending:
@@ -195,9 +202,8 @@ class MemoryMeter:
         for pool in pools:
             self._hold(pool, hold.id, hold.amount)
         now = self._clock()
-        for flow in hold.flows:
-            for part in parts_of(flow):
-                self._fill(part, hold.tokens if part.kind == "tokens" else 1, now)
+        for part in parts_of(hold):
+            self._fill(part, part.amount, now)
         return None
 
     def _over_budget(self, hold: Hold, pools: list[Pool]) -> Refusal | None:
@@ -209,18 +215,17 @@ class MemoryMeter:
 
     def _over_rate(self, hold: Hold) -> Refusal | None:
         now = self._clock()
-        for flow in hold.flows:
-            for part in parts_of(flow):
-                wait = self._wait_ms(part, hold.tokens if part.kind == "tokens" else 1, now)
-                if wait > ROUNDING_MS:
-                    return over_rate(part, wait)
+        for part in parts_of(hold):
+            wait = self._wait_ms(part, now)
+            if wait > ROUNDING_MS:
+                return over_rate(part, wait)
         return None
 
-    def _wait_ms(self, part: Part, amount: int, now: float) -> float:
+    def _wait_ms(self, part: Part, now: float) -> float:
         if part.limit <= 0:
             return MINUTE_MS
         # What is larger than the bucket goes when the bucket is empty.
-        needed = min(amount, part.limit) * MINUTE_MS / part.limit
+        needed = min(part.amount, part.limit) * MINUTE_MS / part.limit
         return max(self._empty_at.get((part.scope, part.kind), 0.0), now) + needed - now - MINUTE_MS
 
     def _fill(self, part: Part, amount: int, now: float) -> None:
@@ -230,14 +235,11 @@ class MemoryMeter:
         self._empty_at[key] = max(self._empty_at.get(key, 0.0), now) + amount * MINUTE_MS / part.limit
 
     def _correct(self, hold: Hold, difference: int) -> None:
-        for flow in hold.flows:
-            for part in parts_of(flow):
-                if part.kind != "tokens" or part.limit <= 0:
-                    continue
-                if difference > 0:
-                    self._fill(part, difference, self._clock())
-                elif (part.scope, part.kind) in self._empty_at:
-                    self._empty_at[part.scope, part.kind] += difference * MINUTE_MS / part.limit
+        for part in corrected(hold):
+            if difference > 0:
+                self._fill(part, difference, self._clock())
+            elif (part.scope, part.kind) in self._empty_at:
+                self._empty_at[part.scope, part.kind] += difference * MINUTE_MS / part.limit
 
     def _hold(self, pool: Pool, hold_id: str, amount: int) -> None:
         self._pools[pool].hold(hold_id, amount)

@@ -6,7 +6,7 @@ none. `memory.py` and `shared.py` keep the counts, for one process and for many.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from app.domain import Budget, Rate
@@ -89,4 +89,8 @@ class Meter(Protocol):
 
     async def spent(self, account: Account, at: int) -> int:
         """Micro-dollars spent and held in the period that `at` (ms) is in."""
+        ...
+
+    def look_again(self, accounts: Iterable[Account], at: int) -> None:
+        """Has what these accounts spent in the period that `at` (ms) is in read from the ledger again soon."""
         ...

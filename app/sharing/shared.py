@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from app.domain import Period
 from app.sharing.link import PREFIX, Link, LinkDown
-from app.sharing.memory import MemoryMeter, OnSpent, Part, Pool, over_budget, over_rate, parts_of, pool_of
+from app.sharing.memory import MemoryMeter, OnSpent, Part, Pool, corrected, over_budget, over_rate, parts_of, pool_of
 from app.sharing.meter import GATEWAY, Account, Hold, ReadSpent, Refusal, Spent
 from app.sharing.scripts import DOUBT, RESERVE, SET, TAKE_DUE
 from app.sharing.settlements import Settlement, Settlements
@@ -139,12 +139,12 @@ class SharedMeter:
 
     async def _reserve(self, hold: Hold) -> Refusal | None:
         pools = [pool_of(account, hold.at) for account in hold.accounts]
-        parts = [part for flow in hold.flows for part in parts_of(flow)]
+        parts = list(parts_of(hold))
         keys = [_DUE, _settled(hold.id), *map(_key, pools), *map(_part_key, parts)]
         args: list[Any] = [self._now(), hold.id, hold.amount, len(pools), _OPEN_MS]
         args += [account.budget.limit for account in hold.accounts]
         for part in parts:
-            args += [hold.tokens if part.kind == "tokens" else 1, part.limit]
+            args += [part.amount, part.limit]
         for _ in range(_TRIES):
             answer = await self._link.script(RESERVE, keys, args)
             if answer[0] != b"unknown":
@@ -168,9 +168,7 @@ class SharedMeter:
 
     def _settlement(self, hold: Hold, cost: int, difference: int) -> Settlement:
         pools = [pool_of(account, hold.at) for account in hold.accounts]
-        parts = [part for flow in hold.flows for part in parts_of(flow) if part.kind == "tokens" and part.limit > 0]
-        if not difference:
-            parts = []
+        parts = list(corrected(hold)) if difference else []
         keys = [_DUE, _settled(hold.id), *map(_key, pools), *map(_part_key, parts)]
         args: list[Any] = [self._now(), hold.id, cost, len(pools), _SETTLED_MS]
         for part in parts:

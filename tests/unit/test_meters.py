@@ -352,7 +352,7 @@ async def test_what_is_granted_while_a_budget_is_read_anew_still_counts() -> Non
     bench = memory_bench()
     budget = account(25)
     await bench.meter.reserve(hold("h1", budget))
-    bench.meter.look_again([budget], NOON)  # type: ignore[attr-defined]
+    bench.meter.look_again([budget], NOON)
 
     assert await bench.meter.spent(budget, NOON) == 10
     await bench.meter.settle(hold("h1", budget), 7, 0)
@@ -367,7 +367,7 @@ async def test_a_budget_that_is_looked_at_again_is_what_the_ledger_says(bench: B
     assert await bench.meter.spent(budget, NOON) == 20
     bench.ledger.settle("lost", 3)
 
-    bench.meter.look_again([budget], NOON)  # type: ignore[attr-defined]
+    bench.meter.look_again([budget], NOON)
 
     async def heard() -> bool:
         if isinstance(bench.meter, SharedMeter):
@@ -383,6 +383,6 @@ async def test_a_hold_that_was_lost_since_a_budget_was_read_counts_once() -> Non
     assert await bench.meter.spent(budget, NOON) == 10
     bench.ledger.settle("lost", 10)  # it counts as reserved
 
-    bench.meter.look_again([budget], NOON)  # type: ignore[attr-defined]
+    bench.meter.look_again([budget], NOON)
 
     assert await bench.meter.spent(budget, NOON) == 10
