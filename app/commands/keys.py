@@ -5,7 +5,6 @@ A gateway that runs learns of every change within some seconds.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -24,6 +23,7 @@ from app.ledger.key import Key, Traits
 
 if TYPE_CHECKING:
     from app.ledger.keys import KeyBook
+    from app.ledger.store import Store
 
 T = TypeVar("T")
 
@@ -123,18 +123,13 @@ def _micro_dollars(written: str | None) -> int | None:
 
 
 def _in_book(use: Callable[[KeyBook], Awaitable[T]]) -> T:
-    url = terminal.settings().database()
-    if url is None:
-        raise Refused("keys are kept in the ledger, and DATABASE_URL is off; set it, or use API_KEYS")
-    return asyncio.run(_with_book(url, use))
+    async def with_book(store: Store) -> T:
+        from app.ledger.keys import KeyBook
 
-
-async def _with_book(url: str, use: Callable[[KeyBook], Awaitable[T]]) -> T:
-    from app.ledger.keys import KeyBook
-    from app.ledger.store import Store
-
-    async with Store(url) as store:
         return await use(KeyBook(store))
+
+    refusal = "keys are kept in the ledger, and DATABASE_URL is off; set it, or use API_KEYS"
+    return terminal.in_ledger(with_book, refusal)
 
 
 def _show(key: Key, secret: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 from typer.exceptions import TyperException
@@ -14,7 +14,10 @@ from app.commands.printable import one_line
 from app.errors import HearthError
 
 if TYPE_CHECKING:
+    from app.ledger.store import Store
     from app.settings import Settings
+
+T = TypeVar("T")
 
 _WIDE_CHARACTERS = 1000
 
@@ -61,6 +64,23 @@ def settings() -> Settings:
         return load_settings()
     except SettingsError as error:
         raise Refused(error.message) from error
+
+
+def in_ledger(use: Callable[[Store], Awaitable[T]], refusal: str) -> T:
+    """What `use` gives, with the ledger open. Raises `Refused` with these words where there is none."""
+    import asyncio  # commands that ask the gateway do without
+
+    url = settings().database()
+    if url is None:
+        raise Refused(refusal)
+    return asyncio.run(_with_store(url, use))
+
+
+async def _with_store(url: str, use: Callable[[Store], Awaitable[T]]) -> T:
+    from app.ledger.store import Store
+
+    async with Store(url) as store:
+        return await use(store)
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Iterable[object]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
@@ -30,6 +29,7 @@ from app.ledger.span import SINCE_WORDS, day_of, span
 from app.sharing.meter import GATEWAY, Account
 
 if TYPE_CHECKING:
+    from app.ledger.store import Store
     from app.ledger.usage import LedgerBooks
 
 T = TypeVar("T")
@@ -116,18 +116,12 @@ def _query(since: str, until: str | None, by: str, now_ms: int) -> Query:
 
 
 def _from_books(use: Callable[[LedgerBooks], Awaitable[T]]) -> T:
-    url = terminal.settings().database()
-    if url is None:
-        raise Refused("usage is kept in the ledger, and DATABASE_URL is off; set it")
-    return asyncio.run(_with_books(url, use))
+    async def with_books(store: Store) -> T:
+        from app.ledger.usage import LedgerBooks
 
-
-async def _with_books(url: str, use: Callable[[LedgerBooks], Awaitable[T]]) -> T:
-    from app.ledger.store import Store
-    from app.ledger.usage import LedgerBooks
-
-    async with Store(url) as store:
         return await use(LedgerBooks(store))
+
+    return terminal.in_ledger(with_books, "usage is kept in the ledger, and DATABASE_URL is off; set it")
 
 
 async def _both(
