@@ -1,4 +1,4 @@
-"""The port: whether it is free, and sockets that listen on it."""
+"""The port: whether it is free, sockets that listen on it, and where this machine reaches it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import socket
 
 DRAIN_SECONDS = 30  # how long running requests may take once the port is given up
 BACKLOG = 2048
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class PortTaken(Exception):
@@ -49,6 +51,12 @@ def listen(host: str, port: int, *, shared: bool) -> list[socket.socket]:
             raise _taken(host, port) from error
         raise
     return sockets
+
+
+def own_url(host: str, port: int, *, tls: bool) -> str:
+    """Where this machine reaches what listens on `host`, which may stand for every address."""
+    host = _ANYWHERE.get(host, host)
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def close(sockets: list[socket.socket]) -> None:

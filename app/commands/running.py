@@ -11,22 +11,19 @@ import os
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 
 from app.commands import terminal
 from app.commands.terminal import Refused
-
-if TYPE_CHECKING:
-    from app.settings import Settings
+from app.ports import own_url
 
 KEY_VARIABLE = "HEARTH_ADMIN_KEY"
 
 _SECONDS = 5.0
 _ANSWER_BYTES = 64 * 2**20
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 _EVENT = b"data: "
 
@@ -180,14 +177,9 @@ def the_gateway(url: str | None, key: str | None, *, seconds: float = _SECONDS) 
     if url is not None:
         return Gateway(url, key, seconds=seconds)
     certificate = str(settings.ssl_certfile) if settings.ssl_certfile else None
-    return Gateway(own_url(settings), key, certificate, seconds=seconds)
-
-
-def own_url(settings: Settings) -> str:
-    """Where this machine reaches the gateway of these settings."""
-    host = _ANYWHERE.get(settings.host, settings.host)
-    scheme = "https" if settings.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    return Gateway(
+        own_url(settings.host, settings.port, tls=certificate is not None), key, certificate, seconds=seconds
+    )
 
 
 def figure(values: Mapping[str, Any], name: str) -> float:

@@ -19,12 +19,10 @@ from app.doctor.facts import Trouble
 from app.domain import NodeSpec
 from app.node_clients import Clients, causes
 from app.providers.urls import join
-from app.tls import UnusableCaFile
+from app.tls import OTHER_NAME, OUT_OF_DATE, UnusableCaFile
 
 GET_SECONDS = 2.5
 _ANSWER_BYTES = 8 * 2**20
-_OUT_OF_DATE = (9, 10)  # OpenSSL's numbers for what was wrong with a certificate
-_OTHER_NAME = (62, 64)
 
 
 class Answer(NamedTuple):
@@ -33,7 +31,6 @@ class Answer(NamedTuple):
     status: int
     document: Any
     redirect: str = ""  # scheme and host
-    clock_ahead_seconds: float | None = None
 
 
 class NoAnswer(Exception):
@@ -57,14 +54,11 @@ class Caller:
     async def get(self, path: str) -> Answer:
         """A path below the node's URL. Raises `NoAnswer`."""
         if path not in self._seen:
-            self._seen[path] = await self._get(join(self._spec.url, path))
+            self._seen[path] = await self.get_at(join(self._spec.url, path))
         return self._seen[path]
 
     async def get_at(self, url: str) -> Answer:
         """A whole URL of the same host. Raises `NoAnswer`."""
-        return await self._get(url)
-
-    async def _get(self, url: str) -> Answer:
         key = self._spec.api_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
@@ -85,7 +79,7 @@ class Caller:
             raise NoAnswer(Trouble.NO_HTTP) from error
         if self.clock_ahead_seconds is None:
             self.clock_ahead_seconds = ahead
-        return Answer(response.status_code, _json(body), _origin(response), ahead)
+        return Answer(response.status_code, _json(body), _origin(response))
 
 
 async def resolve(url: str, seconds: float = GET_SECONDS) -> None:
@@ -153,9 +147,9 @@ def _not_connected(error: BaseException) -> NoAnswer:
 
 def _not_accepted(error: ssl.SSLCertVerificationError) -> NoAnswer:
     trouble = Trouble.TLS_UNTRUSTED
-    if error.verify_code in _OUT_OF_DATE:
+    if error.verify_code in OUT_OF_DATE:
         trouble = Trouble.TLS_OUT_OF_DATE
-    elif error.verify_code in _OTHER_NAME:
+    elif error.verify_code in OTHER_NAME:
         trouble = Trouble.TLS_OTHER_NAME
     return NoAnswer(trouble, error.verify_message.rstrip("."))
 

@@ -14,10 +14,10 @@ from app.doctor.places import hearth_version
 from app.doctor.stores import unwritable
 from app.domain import NodeSpec
 from app.node_clients import Clients
+from app.ports import own_url
 from app.settings import Settings
 
 TAKEN = "taken"
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def look_at_machine(settings: Settings) -> MachineFacts:
@@ -55,10 +55,8 @@ def _trouble(host: str, port: int) -> str | None:
 
 
 async def _running(settings: Settings, clients: Clients) -> str | None:
-    host = _ANYWHERE.get(settings.host, settings.host)
-    scheme = "https" if settings.ssl_certfile else "http"
     # Its certificate is for another name than this one, which nobody but this machine uses.
-    spec = NodeSpec(f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}", tls_verify=False)
+    spec = NodeSpec(own_url(settings.host, settings.port, tls=settings.ssl_certfile is not None), tls_verify=False)
     try:
         return await hearth_version(Caller(clients, spec))
     except NoAnswer:
