@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from sqlalchemy import Table, bindparam, false, literal_column, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.ledger.rows import Batch, RequestRow, Settlement, SpendRow
@@ -27,7 +26,7 @@ class Statements:
 
     def __init__(self, engine: AsyncEngine) -> None:
         dialect = engine.dialect
-        insert: Any = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
+        insert = _insert(dialect.name)
         sizes = _SQLITE_ROWS if dialect.name == "sqlite" else ()
         opening: dict[str, Any] = {name: bindparam(name) for name in SpendRow._fields} | {
             "state": literal_column("'open'"),
@@ -71,6 +70,17 @@ class Statements:
             [_fitting(row, spend) for row in batch.opened],
             [_fitting(row, spend) for row in batch.settled],
         )
+
+
+def _insert(database: str) -> Any:
+    """The database's own, that knows of conflicts. Each is a megabyte, and one is enough."""
+    if database == "sqlite":
+        from sqlalchemy.dialects import sqlite
+
+        return sqlite.insert
+    from sqlalchemy.dialects import postgresql
+
+    return postgresql.insert
 
 
 def _fitting(row: _Row, table: Table) -> _Row:

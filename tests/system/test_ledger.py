@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -229,13 +229,24 @@ async def test_a_closed_store_says_so(database_url: str) -> None:
 # The migrations
 
 
-async def test_migrations_lead_to_the_tables(store: Store) -> None:
+@pytest.mark.parametrize("build", [migrations.make, migrations.migrate])
+async def test_new_tables_and_migrated_ones_are_the_same(
+    database_url: str, build: Callable[[Connection], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def difference(connection: Connection) -> list[Any]:
         context = MigrationContext.configure(connection, opts={"compare_server_default": True})
         return list(compare_metadata(context, metadata))
 
-    async with store.connect() as connection:
+    monkeypatch.setattr("app.ledger.store.upgrade", build)
+    async with Store(database_url) as store, store.connect() as connection:
+        assert await connection.run_sync(migrations.revision_of) == migrations.HEAD
         assert await connection.run_sync(difference) == []
+
+
+async def test_migrations_find_nothing_to_do_in_new_tables(store: Store) -> None:
+    async with store.begin() as connection:
+        await connection.run_sync(migrations.migrate)
+        assert await connection.run_sync(migrations.revision_of) == migrations.HEAD
 
 
 def test_the_last_migration_is_the_one_that_starts_look_for() -> None:
