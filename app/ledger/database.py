@@ -7,6 +7,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -103,12 +104,10 @@ class _Sqlite:
     def engine(self, answer_seconds: float | None = _ANSWER_SECONDS) -> AsyncEngine:
         engine = create_async_engine(
             URL.create("sqlite+aiosqlite", database=str(self._path)),
-            # Transactions begin where we say, and not where the driver guesses.
-            connect_args={"timeout": _BUSY_SECONDS, "isolation_level": None},
+            async_creator=self._connected,
             pool_size=2,
             max_overflow=2,
         )
-        event.listen(engine.sync_engine, "connect", self._on_connect)
         event.listen(engine.sync_engine, "begin", self._on_begin)
         return engine
 
@@ -144,12 +143,21 @@ class _Sqlite:
         cause = error.orig if isinstance(error, DBAPIError) else error
         return isinstance(cause, _REFUSALS_OF_SQLITE)
 
-    @staticmethod
-    def _on_connect(connection: Any, record: object) -> None:
-        cursor = connection.cursor()
+    async def _connected(self) -> Any:
+        import aiosqlite
+
+        # aiosqlite does not wait for the end of its thread when it cannot open a file: it would answer a closed loop.
+        await asyncio.to_thread(self._try)
+        # Transactions begin where we say, and not where the driver guesses.
+        connection = await aiosqlite.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None)
         # In WAL mode this survives every death of the process; a power cut may take the last transactions.
-        cursor.execute("PRAGMA synchronous = NORMAL")
-        cursor.close()
+        await connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    def _try(self) -> None:
+        """Raises what is wrong with the file."""
+        with closing(sqlite3.connect(self._path, timeout=_BUSY_SECONDS)) as connection:
+            connection.execute("PRAGMA schema_version")
 
     @staticmethod
     def _on_begin(connection: Connection) -> None:
