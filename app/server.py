@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from app.fronts.asgi import Fixed
 from app.ports import DRAIN_SECONDS
 from app.settings import Settings
 
@@ -27,7 +28,7 @@ _TOO_LONG = (
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends an answer's head together with its first bytes, and takes a head as it is whose sender has `checked` it.
+    """Sends an answer's head together with its first bytes, and takes one as it is that has `Fixed` headers.
 
     uvicorn writes the two one by one, which is two system calls and two packets, and searches every header twice for
     what is not allowed there.
@@ -38,7 +39,7 @@ class _Cycle(RequestResponseCycle):
     async def send(self, message: Any) -> None:
         if self._head:
             await self._send_first(message)
-        elif self.response_started or not message.get("checked"):
+        elif self.response_started or "fixed" not in message:
             await super().send(message)
         elif not self.disconnected:
             self._hold(message)
@@ -46,8 +47,9 @@ class _Cycle(RequestResponseCycle):
     def _hold(self, message: Any) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        head = [STATUS_LINE[message["status"]]]
-        for name, value in (*self.default_headers, *message["headers"]):
+        fixed: Fixed = message["fixed"]
+        head = [STATUS_LINE[message["status"]], fixed.lines]
+        for name, value in (*self.default_headers, *message["headers"][len(fixed.headers) :]):
             head += (name, b": ", value, b"\r\n")
             if name == b"content-length":
                 self.expected_content_length = int(value)

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -19,6 +19,21 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+
+class Fixed(NamedTuple):
+    """Headers that many answers begin with, and the same as lines: Hearth's own server writes these as they are.
+
+    An `http.response.start` has them under "fixed". It says by that that all its headers hold nothing that is not
+    allowed in one.
+    """
+
+    headers: Headers
+    lines: bytes
+
+    @classmethod
+    def of(cls, headers: Headers) -> Fixed:
+        return cls(headers, b"".join([b"%b: %b\r\n" % header for header in headers]))
 
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")

@@ -22,6 +22,7 @@ from app.errors import (
 from app.fronts.asgi import (
     ClientGone,
     ClientWatch,
+    Fixed,
     Headers,
     Receive,
     Scope,
@@ -187,14 +188,14 @@ class _Exchange:
 
     async def relay(self, reply: Reply, watch: ClientWatch) -> None:
         """Sends the answer, piece by piece as it comes."""
-        send = self._send
-        headers = [(b"content-type", reply.content_type), *self._served_by()]
-        if self.request is not None and self.request.stream:
-            headers += _STREAM_HEADERS
-        else:
+        send, trail = self._send, self.trail
+        stream = self.request is not None and self.request.stream
+        fixed = _fixed_headers(reply.content_type, stream, trail.node, trail.tier, trail.tried, trail.model)
+        headers = [*fixed.headers, *self._own_headers()]
+        if not stream:
             headers.append((b"content-length", b"%d" % len(reply.first)))
         self.started = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers, "checked": True})
+        await send({"type": "http.response.start", "status": 200, "headers": headers, "fixed": fixed})
         data = reply.first
         try:
             while not reply.over:
@@ -228,18 +229,16 @@ class _Exchange:
         self.started = True
         if isinstance(error, RateLimited):
             self.limits = list(error.headers)
-        headers = [*self._served_by(), *error_headers(error)]
+        headers = [*_server_headers(self.trail), *self._own_headers(), *error_headers(error)]
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
         await send_json(self._send, error.status, error_document(error), headers)
 
-    def _served_by(self) -> Headers:
-        trail = self.trail
+    def _own_headers(self) -> Headers:
+        """What no other answer has."""
         headers = [(b"x-request-id", self.id.encode())]
-        if trail.node:
-            headers += _server_headers(trail.node, trail.tier, trail.tried, trail.model)
-        if trail.fallback:
-            headers.append((b"x-hearth-fallback", trail.fallback.encode()))
+        if self.trail.fallback:
+            headers.append((b"x-hearth-fallback", self.trail.fallback.encode()))
         if self.limits:
             headers += self.limits
         return headers
@@ -288,14 +287,23 @@ def _check_media_type(headers: dict[bytes, bytes]) -> None:
         raise UnsupportedMediaType("send the body without a content encoding")
 
 
+def _server_headers(trail: Trail) -> Headers:
+    if not trail.node:
+        return []
+    return _fixed_headers(b"", False, trail.node, trail.tier, trail.tried, trail.model).headers[1:]
+
+
 @lru_cache(maxsize=1024)
-def _server_headers(node: str, tier: int, tried: int, model: str) -> Headers:
-    return [
+def _fixed_headers(content_type: bytes, stream: bool, node: str, tier: int, tried: int, model: str) -> Fixed:
+    """Of an answer from this node: its type, and who served it."""
+    headers = [
+        (b"content-type", content_type),
         (b"x-hearth-node", _header(node)),
         (b"x-hearth-tier", tier_name(tier).encode()),
         (b"x-hearth-attempts", b"%d" % tried),
         (b"x-hearth-model", _header(model)),
     ]
+    return Fixed.of([*headers, *_STREAM_HEADERS] if stream else headers)
 
 
 @lru_cache(maxsize=1024)
