@@ -2,7 +2,8 @@
 
 An answer is read in pieces as they come. While nobody reads, little is taken from the socket, so that a slow client
 slows the node down instead of filling the memory. And where the pieces of a stream come faster than one in a
-millisecond, the socket is left alone for a millisecond after each, and read once for all that has come meanwhile.
+millisecond, which no reader can follow, the socket is left alone for two after each, and read once for all that has
+come meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import httptools
 HEAD_BYTES_MAX = 64 * 1024
 _UNREAD_BYTES_MAX = 256 * 1024
 _ONE_WRITE_BYTES = 64 * 1024
-_REST_SECONDS = 0.001
+_FAST_SECONDS = 0.001  # between pieces
+_REST_SECONDS = 0.002
 
 
 class ConnectionFailed(Exception):
@@ -178,7 +180,7 @@ class Connection(asyncio.Protocol):
     def _moderated(self) -> None:
         """Rests after a piece that came right after another one."""
         now = self._loop.time()
-        if now - self._heard_at < _REST_SECONDS and self._rest is None and self._transport is not None:
+        if now - self._heard_at < _FAST_SECONDS and self._rest is None and self._transport is not None:
             self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
             if not self._paused:
                 self._transport.pause_reading()
