@@ -15,6 +15,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -27,6 +28,7 @@ from app.providers.openai_to_ollama import wants_function_call
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_DOCUMENT_BYTES = 128 * 1024 * 1024
+_FRACTION = ".,0123456789"
 
 Fields = dict[str, Any]
 
@@ -127,9 +129,15 @@ def _usage(fields: Fields) -> Usage | None:
 
 def _timings(fields: Fields) -> Timings | None:
     """What the node says that it took, in nanoseconds; zeros are left out."""
-    given = (fields.get(key) for key in ("load_duration", "prompt_eval_duration", "eval_duration"))
-    seconds = [each / 1e9 if type(each) is int and each > 0 else None for each in given]
-    return Timings(*seconds) if any(seconds) else None
+    load, prefill, decode = fields.get("load_duration"), fields.get("prompt_eval_duration"), fields.get("eval_duration")
+    if load is None and prefill is None and decode is None:
+        return None
+    timings = Timings(_seconds(load), _seconds(prefill), _seconds(decode))
+    return timings if any(timings) else None
+
+
+def _seconds(nanoseconds: Any) -> float | None:
+    return nanoseconds / 1e9 if type(nanoseconds) is int and nanoseconds > 0 else None
 
 
 def _usage_object(usage: Usage | None, fields: Fields) -> Fields:
@@ -154,11 +162,19 @@ def _finish_reason(fields: Fields, calls: str) -> str:
 
 def _created(fields: Fields) -> int:
     """Unix seconds of `created_at`, or of now when the node gives no sensible time."""
-    try:
-        seconds = int(datetime.fromisoformat(fields["created_at"]).timestamp())
-    except (KeyError, TypeError, ValueError, OverflowError):
-        seconds = 0
+    given = fields.get("created_at")
+    # All answers of a second share what is before the fraction, and to read a date takes long.
+    seconds = _unix_seconds(given[:19], given[19:].lstrip(_FRACTION)) if type(given) is str else 0
     return seconds if seconds > 0 else int(time.time())
+
+
+@lru_cache(maxsize=64)
+def _unix_seconds(to_the_second: str, zone: str) -> int:
+    """0 for what is no time."""
+    try:
+        return int(datetime.fromisoformat(to_the_second + zone).timestamp())
+    except (ValueError, OverflowError):
+        return 0
 
 
 class _ToolCalls:
