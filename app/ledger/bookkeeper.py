@@ -65,9 +65,10 @@ class Bookkeeper:
         saved = self._saved(request.model, usage) if local and ended.outcome is Outcome.OK else 0
         if cost or saved or estimated:
             self._on_figures(trail, usage, estimated, cost, saved)
-        end = (time.time(), ended.seconds, ended.operation, ended.outcome, _code(ended))
+        _, request_id, operation, _, outcome, error, seconds = ended
+        end = (time.time(), seconds, operation, outcome, "" if error is None else _code(ended))
         # Made when it is written, with many others: here, between other things, it would take twice as long.
-        self._log.add(partial(self._row, trail, ended.id, request.caller.id, end, usage, estimated, cost, saved))
+        self._log.add(partial(self._row, trail, request_id, request.caller.id, end, usage, estimated, cost, saved))
 
     def _row(
         self,

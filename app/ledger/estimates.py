@@ -24,6 +24,7 @@ _BYTES, _BYTES_LEAST = 4.0, 2  # of text per token
 _CHOICES_MAX = 1_000
 _LIMIT_MAX = 10_000_000  # no model writes more, and what a client writes may not grow into any sum of money
 
+_UNKNOWN = (_BYTES, 0)  # bytes per token, and answers seen
 _MODELS_MAX = 1_000
 _WEIGHT = 0.2
 _PROMPT_TOKENS_LEAST = 32  # below, templates weigh more than text
@@ -90,7 +91,8 @@ class TokenEstimator:
 
     def learn(self, request: Request, usage: Usage) -> None:
         """Takes note of an answer's count, if it is one to learn from. Cheap for the others."""
-        ratio, seen = self._ratios.get(request.model, (_BYTES, 0))
+        model = request.model
+        ratio, seen = self._ratios.get(model, _UNKNOWN)
         if usage.prompt_tokens >= _PROMPT_TOKENS_LEAST and (seen < _FIRST or seen % _EVERY == 0):
             size = _size(request)
             if size.text_alone and size.text_bytes:
@@ -99,9 +101,9 @@ class TokenEstimator:
                 ratio = measured if seen == 0 else ratio + _WEIGHT * (measured - ratio)
         elif not seen:
             return
-        if request.model not in self._ratios and len(self._ratios) >= _MODELS_MAX:
+        if not seen and model not in self._ratios and len(self._ratios) >= _MODELS_MAX:
             del self._ratios[next(iter(self._ratios))]
-        self._ratios[request.model] = (ratio, seen + 1)
+        self._ratios[model] = ratio, seen + 1
 
     def estimate_prompt(self, request: Request) -> int:
         """About how many tokens the prompt has."""
@@ -112,7 +114,7 @@ class TokenEstimator:
 
     def estimate_text(self, model: str, text_bytes: int) -> int:
         """About how many tokens so many bytes of text are; a model that is not known has 4 bytes a token."""
-        return round(text_bytes / self._ratios.get(model, (_BYTES, 0))[0])
+        return round(text_bytes / self._ratios.get(model, _UNKNOWN)[0])
 
 
 def _size(request: Request) -> _Size:

@@ -14,6 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import orjson
@@ -198,14 +199,20 @@ def _correct(buckets: _Buckets, per_token: int, difference: int, now: float) -> 
 
 
 def _remaining(limit: int | None, level_seconds: float) -> int:
-    return max(0, int((_MINUTE - level_seconds) * (limit or 0) / _MINUTE + 1e-6))
+    left = int((_MINUTE - level_seconds) * (limit or 0) / _MINUTE + 1e-6)
+    return left if left > 0 else 0
 
 
 def _headers(names: Sequence[bytes], limit: int, reset: float) -> list[tuple[bytes, bytes]]:
     ms = math.ceil(reset * 1000 - 1e-6)
     when = b"%dms" % ms if 0 < ms < 1000 else duration(reset).encode()
     limited, remaining, resets = names
-    return [(limited, b"%d" % limit), (remaining, b"%d" % _remaining(limit, reset)), (resets, when)]
+    return [_limited(limited, limit), (remaining, b"%d" % _remaining(limit, reset)), (resets, when)]
+
+
+@lru_cache(maxsize=256)
+def _limited(name: bytes, limit: int) -> tuple[bytes, bytes]:
+    return name, b"%d" % limit
 
 
 def duration(seconds: float) -> str:
