@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 LOCAL_TIER = 0
 MICRO_DOLLARS = 1_000_000  # in a dollar
 GIB = 2**30  # bytes
+WEIGHT_MAX = 1000  # of a key
 
 
 class Operation(StrEnum):
@@ -97,6 +98,9 @@ class QueueRules(NamedTuple):
     timeout_seconds: float | None = None
     priority: Priority | None = None  # of those whose key states none
     keep_alive_seconds: float | None = None  # without an answer, before a stream is kept alive; 0 = never
+
+
+NO_RULES = QueueRules()
 
 
 class Price(NamedTuple):

@@ -1,7 +1,7 @@
 """A place on a node: who holds one, and who waits for one.
 
 In-flight counts change here alone. A slot is bound to the node object that it was taken on, and is given back once,
-however often it is released. Waiting is bounded, and nobody waits who would wait in vain; whose turn it is `Turns` says.
+however often it is released. Waiting is bounded, and nobody waits in vain; whose turn it is `Turns` says.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import NamedTuple, Protocol
 
 from app.errors import Overloaded
 from app.routing.job import Job
-from app.routing.queue import Entry, Standing, Turns
+from app.routing.queue import Entry, Queue, Standing, Turns
 from app.routing.registry import Candidate, Node
 
 _LOOK_SECONDS = 0.2  # between looks at those who wait although nothing happened
-_DECLINES_MAX = 8  # of a route, one after the other; then only those are asked who wait for a node that fell free
+_DECLINES_MAX = 8  # of a route, one after the other, before only those are asked who wait for a node that fell free
+_TARGETED_MAX = 32  # with these
 _FEW_WAITING = 8
 _MOMENT_SECONDS = 0.002
 _WAITER_SECONDS = 10e-6  # more than it takes to have a waiter in a look
@@ -66,7 +67,7 @@ class Waiter(Entry):
 
     def __init__(
         self,
-        candidates: Callable[[], Iterable[Candidate]],
+        candidates: Callable[[], list[Candidate]],
         slot: asyncio.Future[Slot | None],
         choose: Choose,
         job: Job | None,
@@ -119,7 +120,6 @@ class Admission:
 
     def __init__(self, chooser: Chooser | None = None) -> None:
         self._chooser = chooser
-        self._declines_max = float("inf") if chooser is None else _DECLINES_MAX
         self._turns: Turns[Waiter] = Turns()
         self._freed: set[Node] = set()  # since the last look
         self._timer: asyncio.TimerHandle | None = None
@@ -140,7 +140,7 @@ class Admission:
 
     async def wait(
         self,
-        candidates: Callable[[], Iterable[Candidate]],
+        candidates: Callable[[], list[Candidate]],
         seconds: float,
         choose: Choose | None = None,
         job: Job | None = None,
@@ -168,9 +168,7 @@ class Admission:
                 got.release()
             raise
 
-    def _check(
-        self, standing: Standing, candidates: Callable[[], Iterable[Candidate]], seconds: float, now: float
-    ) -> None:
+    def _check(self, standing: Standing, candidates: Callable[[], list[Candidate]], seconds: float, now: float) -> None:
         """Raises `Overloaded` for whoever had better not wait. In a full queue another may have to go."""
         waiting = self._turns.waiting(standing)
         if not waiting:
@@ -188,7 +186,7 @@ class Admission:
             self._make_room(standing, candidates, waiting, now)
 
     def _make_room(
-        self, standing: Standing, candidates: Callable[[], Iterable[Candidate]], waiting: int, now: float
+        self, standing: Standing, candidates: Callable[[], list[Candidate]], waiting: int, now: float
     ) -> None:
         seconds = self.retry_after_seconds(standing, candidates(), now)
         longest = self._turns.longest(standing)
@@ -268,56 +266,95 @@ class Admission:
             self._look_soon()
             return
         self._looking = True
-        now = asyncio.get_running_loop().time()
-        chooser, served, gone = self._chooser, list[Waiter](), list[Waiter]()
-        if chooser is not None:
-            chooser.look_again([waiter.job for waiter in self._turns if waiter.job is not None])
+        look = _Look(freed, self._chooser, self)
         try:
-            self._look_at_each(enough, freed, now, served, gone)
+            if look.is_of_use(self._turns):
+                look.at_each(self._turns, enough)
         finally:
             self._looking = False
-            for waiter in served:
-                self._turns.serve(waiter, now)
-            for waiter in gone:
-                self._turns.leave(waiter, now)
+            for waiter in look.served:
+                self._turns.serve(waiter, look.now)
+            for waiter in look.gone:
+                self._turns.leave(waiter, look.now)
 
-    def _look_at_each(
-        self,
-        enough: Callable[[], bool],
-        freed: set[Node],
-        now: float,
-        served: list[Waiter],
-        gone: list[Waiter],
-    ) -> None:
-        declines: dict[object, int] = {}
-        full = False
-        for waiter in self._turns:
-            if waiter.slot.done():
-                continue  # it has given up, and will say so in a moment
-            line = waiter.line
-            assert line is not None, "it waits"
-            full = full or enough()
-            if full or waiter.until <= now or self._is_skipped(waiter, declines.get(line.queue, 0), freed):
-                if self._chooser is None:
-                    if full:
-                        return
-                elif waiter.job is not None:
-                    self._chooser.renew(waiter.job)
-                continue
-            candidates = list(waiter.candidates())
-            free = waiter.choose(candidates)
-            if free is not None:
-                waiter.slot.set_result(Slot(free, self))
-                served.append(waiter)
-                declines.pop(line.queue, None)
-            elif candidates:
-                declines[line.queue] = declines.get(line.queue, 0) + 1
-            else:
-                waiter.slot.set_result(None)
-                gone.append(waiter)
 
-    def _is_skipped(self, waiter: Waiter, declines: int, freed: set[Node]) -> bool:
-        return declines >= self._declines_max and not _targets(waiter, freed)
+class _Look:
+    """One look at those who wait.
+
+    Whom nothing was offered that is good enough is likely to be followed by others of whom the same is true. So with a
+    chooser, for whom each of them is work, a few of a route are asked, and those who wait for what has fallen free.
+    """
+
+    __slots__ = ("_admission", "_chooser", "_declines", "_freed", "gone", "now", "served")
+
+    def __init__(self, freed: set[Node], chooser: Chooser | None, admission: Admission) -> None:
+        self.now = asyncio.get_running_loop().time()
+        self.served: list[Waiter] = []
+        self.gone: list[Waiter] = []
+        self._freed = freed
+        self._chooser = chooser
+        self._admission = admission
+        self._declines: dict[Queue, int] = {}  # in a row
+
+    def is_of_use(self, waiters: Iterable[Waiter]) -> bool:
+        """Whether somebody may be served now; nothing has to be predicted anew otherwise."""
+        if self._chooser is None:
+            return True
+        for waiter in waiters:
+            if self._may_be_asked(waiter):
+                candidates = waiter.candidates()
+                if not candidates or not _all_full(candidates):
+                    self._declines.clear()
+                    return True
+                self._decline(waiter)
+        return False
+
+    def at_each(self, waiters: Iterable[Waiter], enough: Callable[[], bool]) -> None:
+        chooser = self._chooser
+        if chooser is not None:
+            chooser.look_again([waiter.job for waiter in waiters if waiter.job is not None])
+        is_enough = False
+        for waiter in waiters:
+            is_enough = is_enough or enough()
+            if not is_enough and self._may_be_asked(waiter):
+                self._ask(waiter)
+            elif chooser is not None and waiter.job is not None and not waiter.slot.done():
+                chooser.renew(waiter.job)
+            elif is_enough:
+                return
+
+    def _may_be_asked(self, waiter: Waiter) -> bool:
+        """Not one who has given up, or is about to, as its time is over."""
+        if waiter.slot.done() or waiter.until <= self.now:
+            return False
+        if self._chooser is None:
+            return True
+        declines = self._declines.get(waiter.line.queue, 0)  # type: ignore[union-attr]
+        return declines < _DECLINES_MAX or (declines < _TARGETED_MAX and _targets(waiter, self._freed))
+
+    def _ask(self, waiter: Waiter) -> None:
+        candidates = waiter.candidates()
+        if candidates and _all_full(candidates):
+            self._decline(waiter)
+            if self._chooser is not None and waiter.job is not None:
+                self._chooser.renew(waiter.job)
+        elif candidates and (free := waiter.choose(candidates)) is None:
+            self._decline(waiter)
+        elif candidates and free is not None:
+            waiter.slot.set_result(Slot(free, self._admission))
+            self.served.append(waiter)
+            self._declines.pop(waiter.line.queue, None)  # type: ignore[union-attr]
+        else:
+            waiter.slot.set_result(None)
+            self.gone.append(waiter)
+
+    def _decline(self, waiter: Waiter) -> None:
+        queue = waiter.line.queue  # type: ignore[union-attr]
+        self._declines[queue] = self._declines.get(queue, 0) + 1
+
+
+def _all_full(candidates: list[Candidate]) -> bool:
+    return all([candidate.node.full for candidate in candidates])
 
 
 def _first_free(candidates: list[Candidate]) -> Candidate | None:

@@ -127,7 +127,7 @@ class Turns(Generic[E]):
     def lengths(self) -> list[tuple[str, str, int]]:
         """Route, class and how many wait, where somebody has."""
         found: dict[tuple[str, str], int] = {}
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):  # in one step, as another thread may ask
             for priority, count in zip(PRIORITIES, queue.counts, strict=True):
                 at = (queue.label, priority.value)
                 found[at] = found.get(at, 0) + count

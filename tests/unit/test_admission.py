@@ -8,12 +8,13 @@ import pytest
 
 from app.errors import Overloaded
 from app.routing.admission import Admission, Slot
+from app.routing.queue import Standing
 from app.routing.registry import Candidate
 from tests.unit.nodes import candidate, node
 
 
 async def _waits(admission: Admission, *candidates: Candidate, seconds: float = 5) -> asyncio.Task[Slot | None]:
-    task = asyncio.create_task(admission.wait(lambda: candidates, seconds))
+    task = asyncio.create_task(admission.wait(lambda: list(candidates), seconds))
     await asyncio.sleep(0)
     return task
 
@@ -113,17 +114,17 @@ async def test_waiting_ends_after_its_time() -> None:
     admission.take(one)
 
     with pytest.raises(TimeoutError):
-        await admission.wait(lambda: (one,), 0.01)
+        await admission.wait(lambda: [one], 0.01)
     assert admission.waiting == 0
 
 
 async def test_too_many_waiters_are_refused_at_once() -> None:
-    one, admission = candidate(node(max_concurrency=1)), Admission(max_waiting=1)
+    one, admission = candidate(node(max_concurrency=1)), Admission()
     admission.take(one)
     waiter = await _waits(admission, one)
 
     with pytest.raises(Overloaded) as refused:
-        await admission.wait(lambda: (one,), 5)
+        await admission.wait(lambda: [one], 5, standing=Standing(size=1))
     assert refused.value.retry_after_seconds
     waiter.cancel()
 

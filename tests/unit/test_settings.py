@@ -380,7 +380,7 @@ def test_choices_are_taken_in_any_spelling() -> None:
 def test_keys_come_with_commas_or_as_json_each_once() -> None:
     settings = load_settings(["--api-keys", "a1, b2,,a1,", "--admin-keys", '["c3", ""]'])
 
-    assert [key.get_secret_value() for key in settings.api_keys] == ["a1", "b2"]
+    assert [key.secret for key in settings.api_keys] == ["a1", "b2"]
     assert [key.get_secret_value() for key in settings.admin_keys] == ["c3"]
 
 
