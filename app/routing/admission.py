@@ -312,6 +312,7 @@ class _Look:
     def at_each(self, waiters: Iterable[Waiter], enough: Callable[[], bool]) -> None:
         chooser = self._chooser
         if chooser is not None:
+            waiters = list(waiters)
             chooser.look_again([waiter.job for waiter in waiters if waiter.job is not None])
         is_enough = False
         for waiter in waiters:
@@ -354,7 +355,7 @@ class _Look:
 
 
 def _all_full(candidates: list[Candidate]) -> bool:
-    return all([candidate.node.full for candidate in candidates])
+    return all(candidate.node.full for candidate in candidates)
 
 
 def _first_free(candidates: list[Candidate]) -> Candidate | None:

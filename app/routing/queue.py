@@ -138,10 +138,10 @@ class Turns(Generic[E]):
         first = [entry for queue, rank in self._owing if (entry := self._head(queue, rank)) is not None]
         yield from first  # type: ignore[misc]
         for lines in self._lines:
-            if lines:
-                for entry in _rounds(lines):
-                    if not first or entry not in first:
-                        yield entry  # type: ignore[misc]
+            if lines and not first:
+                yield from _rounds(lines)  # type: ignore[misc]
+            elif lines:
+                yield from (entry for entry in _rounds(lines) if entry not in first)  # type: ignore[misc]
 
     def _head(self, queue: Queue, rank: int) -> Entry | None:
         line = next((line for line in self._lines[rank] if line.queue is queue), None)
@@ -287,10 +287,12 @@ def _rounds(lines: OrderedDict[Line, None]) -> Iterator[Entry]:
         left = len(line.entries) - line.credit
         if left > 0:
             going.append((line, entries, left))
-    while going:
+    while len(going) > 1:
         again = []
         for line, entries, left in going:
             yield from islice(entries, line.weight)
             if left > line.weight:
                 again.append((line, entries, left - line.weight))
         going = again
+    for _, entries, _ in going:
+        yield from entries
