@@ -36,6 +36,8 @@ def key(**traits: Any) -> Key:
         "budget_period": Period.MONTH,
         "requests_per_minute": None,
         "tokens_per_minute": None,
+        "weight": 1,
+        "priority": None,
         **traits,
     }
     return Key(**given)
