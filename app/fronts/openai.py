@@ -49,6 +49,7 @@ _PASSED_ON = (b"traceparent", b"tracestate")
 _PARTING_SECONDS = 1.0  # for the last words to a client whose request took too long
 _TRUE = frozenset({b"true", b"1", b"yes", b"on"})
 _FALSE = frozenset({b"false", b"0", b"no", b"off"})
+PRIORITY = b"x-hearth-priority"
 _PRIORITIES = frozenset(priority.value for priority in Priority)
 _NOT_QUEUED = (b"x-hearth-queue-ms", b"0")
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -159,7 +160,7 @@ class Inference:
             local_only=said(scope, headers, b"x-hearth-local-only"),
             reasoning_content=said(scope, headers, b"x-hearth-reasoning-content"),
             caller=caller,
-            priority=_priority(headers) if b"x-hearth-priority" in headers else None,
+            priority=priority(headers) if PRIORITY in headers else None,
             forwarded=_forwarded(headers, exchange.id),
         )
         exchange.request = request
@@ -314,8 +315,11 @@ def said(scope: Scope, headers: dict[bytes, bytes], name: bytes) -> bool:
     return not said.isdisjoint(_TRUE)
 
 
-def _priority(headers: dict[bytes, bytes]) -> Priority:
-    written = headers[b"x-hearth-priority"].decode("latin-1").lower()
+def priority(headers: dict[bytes, bytes]) -> Priority | None:
+    """The class that the client is content with; None = its own. Raises `InvalidRequest` for another word."""
+    if PRIORITY not in headers:
+        return None
+    written = headers[PRIORITY].decode("latin-1").lower()
     if written not in _PRIORITIES:
         raise InvalidRequest(f"the header x-hearth-priority must be one of {', '.join(Priority)}")
     return Priority(written)

@@ -46,7 +46,7 @@ _ANSWER_HEADERS = {
     "X-Hearth-Queue-Ms": {
         "description": (
             "How many milliseconds the request waited for a free node; 0 = not at all. Missing, with all that names "
-            "the node, where a stream was kept alive before its answer: there it is in a comment before the first event."
+            "the node, where a stream was kept alive before its answer: then it is in a comment before the first event"
         ),
         "schema": {"type": "integer", "minimum": 0},
     }
