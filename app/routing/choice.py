@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from app.domain import Outcome, Priority
 from app.errors import Overloaded, SpendingRefused
-from app.routing.admission import Admission, Outlook, Slot
+from app.routing.admission import Admission, Hopeless, Outlook, QueueFull, Slot
 from app.routing.attempt import Attempt, Observer
 from app.routing.breaker import Permit
 from app.routing.gate import Purse
@@ -243,7 +243,7 @@ class Choice:
         """Raises `Overloaded` after as long as it may wait; at once where another tier was too full already."""
         if plan.overloaded is not None:
             raise plan.overloaded
-        trail, began = plan.trail, time.perf_counter()
+        trail, began, let_in = plan.trail, time.perf_counter(), True
         try:
             slot = await self._admission.wait(
                 lambda: plan.like(candidates),
@@ -257,9 +257,11 @@ class Choice:
             raise self._too_full(plan, candidates) from error
         except Overloaded as error:
             trail.queue_refusal = error.reason if plan.spill_seconds is None else "spill"
+            let_in = not isinstance(error, QueueFull | Hopeless)
             raise
         finally:
-            trail.queued_seconds += time.perf_counter() - began
+            if let_in:
+                trail.queued_seconds += time.perf_counter() - began
         trail.queue_refusal = ""
         return slot
 
