@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from app.errors import Overloaded
 from app.routing.admission import Admission, Slot
 from app.routing.queue import Standing
 from app.routing.registry import Candidate
+from benchmarks.cluster import run
 from tests.unit.nodes import candidate, node
 
 
@@ -140,3 +142,190 @@ async def test_a_node_that_comes_back_serves_those_who_wait_for_another() -> Non
     admission.changed()
 
     assert (await _got(waiter)).candidate is back
+
+
+# -- who had better not wait: on a clock of its own
+
+
+class _Bench:
+    """A node with one place, whose requests take a second each, under a queue."""
+
+    def __init__(self) -> None:
+        self.one = candidate(node(max_concurrency=1))
+        self.admission = Admission()
+        self.served: list[str] = []
+        self.refused: list[tuple[str, Overloaded]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def ask(self, key: str = "", seconds: float = 600, size: int = 1000, weight: int = 1) -> None:
+        self.tasks.append(asyncio.create_task(self._ask(key, seconds, Standing("r", "m", key, weight, size=size))))
+
+    async def _ask(self, key: str, seconds: float, standing: Standing) -> None:
+        try:
+            slot = self.admission.take(self.one)
+            slot = slot or await self.admission.wait(lambda: [self.one], seconds, standing=standing)
+        except Overloaded as error:
+            self.refused.append((key, error))
+            return
+        assert slot is not None
+        self.served.append(key)
+        await asyncio.sleep(1)
+        slot.release()
+
+    async def over(self) -> None:
+        await asyncio.gather(*self.tasks)
+        assert self.admission.waiting == self.one.node.in_flight == 0
+
+
+def test_places_are_shared_between_keys_under_load() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        for _ in range(300):
+            bench.ask("greedy")
+        for _ in range(30):
+            bench.ask("modest")
+        await asyncio.sleep(50)
+
+        assert bench.served[10:50].count("modest") == 20
+        await bench.over()
+
+    run(work)
+
+
+def test_one_whose_turn_would_come_too_late_is_told_at_once_and_when_to_come_back() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        for _ in range(30):
+            bench.ask()
+        await asyncio.sleep(10.5)
+        bench.ask("hasty", seconds=10)
+        bench.ask("modest", seconds=4)  # another key's turn comes after two others
+        await asyncio.sleep(0)
+
+        assert not bench.refused, "keys take turns"
+        bench.ask(seconds=10)
+        await asyncio.sleep(0)
+
+        (key, error), *others = bench.refused
+        assert not others
+        assert (key, error.reason) == ("", "hopeless")
+        assert error.retry_after_seconds == pytest.approx(22, rel=0.15)
+        await bench.over()
+
+    run(work)
+
+
+def test_the_first_in_a_queue_is_never_told_that_it_is_hopeless() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        for _ in range(10):
+            bench.ask()
+        await bench.over()
+        bench.ask()
+        bench.ask(seconds=1.5)
+        await bench.over()
+
+        assert not bench.refused
+
+    run(work)
+
+
+def test_one_whose_time_is_over_is_never_served() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        bench.ask("first")
+        with pytest.raises(TimeoutError):
+            await asyncio.gather(bench._ask("late", 1.0, Standing()), return_exceptions=False)
+        await asyncio.sleep(5)
+
+        assert bench.served == ["first"]
+        await bench.over()
+
+    run(work)
+
+
+async def test_a_place_that_falls_free_in_the_moment_of_giving_up_goes_to_the_next() -> None:
+    one, admission = candidate(node(max_concurrency=1)), Admission()
+    slot = admission.take(one)
+    late = await _waits(admission, one, seconds=0.02)
+    patient = await _waits(admission, one)
+    time.sleep(0.03)  # noqa: ASYNC251 - the loop has not looked at its timers yet
+
+    assert slot is not None
+    slot.release()
+
+    assert (await _got(patient)).candidate is one
+    with pytest.raises(TimeoutError):
+        await late
+
+
+def test_a_full_queue_says_when_to_come_back_by_its_pace() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        for _ in range(40):
+            bench.ask(size=40)
+        await asyncio.sleep(10.5)
+        for _ in range(12):
+            bench.ask(size=40)
+        await asyncio.sleep(0)
+
+        (error,) = {error.retry_after_seconds for _, error in bench.refused}
+        assert {error.reason for _, error in bench.refused} == {"full"}
+        assert error == pytest.approx(40, rel=0.15)
+        await bench.over()
+
+    run(work)
+
+
+def test_when_to_come_back_is_guessed_from_the_nodes_answers_before_a_pace_is_known() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        bench.one.node.latencies.extend([4.0, 6.0])
+        for _ in range(4):
+            bench.ask(size=2)
+        await asyncio.sleep(0)
+
+        assert [error.retry_after_seconds for _, error in bench.refused] == [pytest.approx(15)]
+        await bench.over()
+
+    run(work)
+
+
+def test_a_newcomer_takes_the_place_of_whoever_holds_most_of_a_full_queue() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        for _ in range(11):
+            bench.ask("greedy", size=10)
+        await asyncio.sleep(0)
+        for _ in range(8):
+            bench.ask("modest", size=10)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+        told = [(key, error.reason) for key, error in bench.refused]
+        assert told.count(("greedy", "pushed_out")) == 5
+        assert told.count(("modest", "full")) == 3
+        assert bench.admission.waiting == 10
+        await bench.over()
+
+    run(work)
+
+
+async def test_one_who_is_pushed_out_while_it_leaves_is_forgotten() -> None:
+    one, admission = candidate(node(max_concurrency=1)), Admission()
+    admission.take(one)
+    leaving = asyncio.create_task(admission.wait(lambda: [one], 5, standing=Standing(key="a", size=2)))
+    other = asyncio.create_task(admission.wait(lambda: [one], 5, standing=Standing(key="a", size=2)))
+    await asyncio.sleep(0)
+
+    newcomer = asyncio.create_task(admission.wait(lambda: [one], 5, standing=Standing(key="b", size=2)))
+    await asyncio.sleep(0)
+    other.cancel()  # it was pushed out just now
+    gone = await asyncio.gather(other, return_exceptions=True)
+
+    assert isinstance(gone[0], asyncio.CancelledError)
+    assert admission.waiting == 2
+    for task in (leaving, newcomer):
+        task.cancel()
+    await asyncio.gather(leaving, newcomer, return_exceptions=True)
+    assert admission.waiting == 0
