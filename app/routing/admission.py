@@ -19,6 +19,8 @@ _LOOK_SECONDS = 0.2  # between looks at those who wait although nothing happened
 _DECLINES_MAX = 8  # of a route, one after the other, before only those are asked who wait for a node that fell free
 _TARGETED_MAX = 32  # with these
 _FEW_WAITING = 8
+_SIFT_SECONDS = 1.0  # between looks for those who wait in vain by now
+_LATE = 1.25  # times what is left of their time, that their turn would take
 _MOMENT_SECONDS = 0.002
 _WAITER_SECONDS = 10e-6  # more than it takes to have a waiter in a look
 _RETRY_AFTER_SECONDS = 2.0  # where nothing is known of how long requests take
@@ -99,6 +101,12 @@ class Hopeless(Overloaded):
     reason = "hopeless"
 
 
+class Overtaken(Overloaded):
+    """So many whose turn is earlier have come since that its own would come too late."""
+
+    reason = "overtaken"
+
+
 class Outlook(NamedTuple):
     """What the queue would be for a request."""
 
@@ -124,6 +132,7 @@ class Admission:
         self._freed: set[Node] = set()  # since the last look
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.TimerHandle | None = None
+        self._sifting: asyncio.TimerHandle | None = None
         self._looking = False
 
     @property
@@ -252,12 +261,35 @@ class Admission:
         self.changed()
 
     def _watch(self) -> None:
+        if self._sifting is None and self._turns:
+            self._sifting = asyncio.get_running_loop().call_later(_SIFT_SECONDS, self._sift)
         if self._chooser is not None and self._timer is None and self._turns:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         self._timer = None
         self.changed()
+        self._watch()
+
+    def _sift(self) -> None:
+        """Tells those who wait in vain by now, rather than hold them to the end of their time."""
+        self._sifting = None
+        now = asyncio.get_running_loop().time()
+        places: dict[Queue, int] = {}
+        for waiter in list(self._turns):
+            queue = waiter.line.queue  # type: ignore[union-attr]
+            place = places.get(queue, 0) + 1
+            pace = queue.pace.per_second(now) if place > 1 else None
+            if pace is None or place <= pace * _LATE * (waiter.until - now) or waiter.slot.done():
+                places[queue] = place
+                continue
+            self._turns.leave(waiter, now)
+            message = f"others came whose turn is earlier, and its own would come in about {_rounded(place / pace)} s"
+            waiter.slot.set_exception(
+                Overtaken(
+                    f"{message}; try again later, or raise QUEUE_TIMEOUT", retry_after_seconds=_bounded(place / pace)
+                )
+            )
         self._watch()
 
     def _hand_out(self, enough: Callable[[], bool], freed: set[Node]) -> None:
