@@ -18,6 +18,7 @@ from app.routing.registry import Candidate, Node
 _LOOK_SECONDS = 0.2  # between looks at those who wait although nothing happened
 _DECLINES_MAX = 8  # of a route, one after the other, before only those are asked who wait for a node that fell free
 _TARGETED_MAX = 32  # with these
+_DEEP = 64  # in the looks at which nothing has happened: what the first ones decline may be what later ones want
 _FEW_WAITING = 8
 _SIFT_SECONDS = 1.0  # between looks for those who wait in vain by now
 _LATE = 1.25  # times what is left of their time, that their turn would take
@@ -268,7 +269,7 @@ class Admission:
 
     def _look(self) -> None:
         self._timer = None
-        self.changed()
+        self._hand_out(lambda: False, set(), _DEEP)
         self._watch()
 
     def _sift(self) -> None:
@@ -292,13 +293,13 @@ class Admission:
             )
         self._watch()
 
-    def _hand_out(self, enough: Callable[[], bool], freed: set[Node]) -> None:
+    def _hand_out(self, enough: Callable[[], bool], freed: set[Node], declines_max: int = _DECLINES_MAX) -> None:
         """Looks at those who wait, in the order of their turns, until it is enough."""
         if self._looking:  # what a choice has caused is for the next look
             self._look_soon()
             return
         self._looking = True
-        look = _Look(freed, self._chooser, self)
+        look = _Look(freed, self._chooser, self, declines_max)
         try:
             if look.is_of_use(self._turns):
                 look.at_each(self._turns, enough)
@@ -317,9 +318,9 @@ class _Look:
     chooser, for whom each of them is work, a few of a route are asked, and those who wait for what has fallen free.
     """
 
-    __slots__ = ("_admission", "_chooser", "_declines", "_freed", "gone", "now", "served")
+    __slots__ = ("_admission", "_chooser", "_declines", "_declines_max", "_freed", "gone", "now", "served")
 
-    def __init__(self, freed: set[Node], chooser: Chooser | None, admission: Admission) -> None:
+    def __init__(self, freed: set[Node], chooser: Chooser | None, admission: Admission, declines_max: int) -> None:
         self.now = asyncio.get_running_loop().time()
         self.served: list[Waiter] = []
         self.gone: list[Waiter] = []
@@ -327,6 +328,7 @@ class _Look:
         self._chooser = chooser
         self._admission = admission
         self._declines: dict[Queue, int] = {}  # in a row
+        self._declines_max = declines_max
 
     def is_of_use(self, waiters: Iterable[Waiter]) -> bool:
         """Whether somebody may be served now; nothing has to be predicted anew otherwise."""
@@ -363,7 +365,7 @@ class _Look:
         if self._chooser is None:
             return True
         declines = self._declines.get(waiter.line.queue, 0)  # type: ignore[union-attr]
-        return declines < _DECLINES_MAX or (declines < _TARGETED_MAX and _targets(waiter, self._freed))
+        return declines < self._declines_max or (declines < _TARGETED_MAX and _targets(waiter, self._freed))
 
     def _ask(self, waiter: Waiter) -> None:
         candidates = waiter.candidates()

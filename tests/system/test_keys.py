@@ -147,6 +147,7 @@ async def test_a_change_touches_only_what_it_names(book: KeyBook) -> None:
         {"expires_at": NOON},
         {"budget_limit": -1},
         {"requests_per_minute": 0},
+        {"weight": 0},
         {"tokens_per_minute": 2**60},
     ],
     ids=str,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from app.errors import Overloaded
-from app.routing.admission import Admission, Slot
+from app.routing.admission import Admission, Choose, Slot
+from app.routing.job import Job
 from app.routing.queue import Standing
 from app.routing.registry import Candidate
 from benchmarks.cluster import run
@@ -329,3 +332,95 @@ async def test_one_who_is_pushed_out_while_it_leaves_is_forgotten() -> None:
         task.cancel()
     await asyncio.gather(leaving, newcomer, return_exceptions=True)
     assert admission.waiting == 0
+
+
+def test_those_who_wait_in_vain_by_now_are_told_before_their_time_is_over() -> None:
+    async def work() -> None:
+        bench = _Bench()
+        for _ in range(4):
+            bench.ask("early")
+        await asyncio.sleep(4.5)
+        for _ in range(10):
+            bench.ask("early", seconds=12)
+        await asyncio.sleep(1)
+        assert not bench.refused
+        for _ in range(10):
+            bench.ask("other")
+        await asyncio.sleep(3)
+
+        assert {(key, error.reason) for key, error in bench.refused} == {("early", "overtaken")}
+        assert 2 <= len(bench.refused) <= 5
+        await bench.over()
+        assert bench.served.count("other") == 10
+
+    run(work)
+
+
+# -- with somebody who chooses
+
+
+class _Chooser:
+    """Sees who is asked; what those say is their own affair."""
+
+    def look_again(self, jobs: Iterable[Job]) -> None: ...
+
+    def renew(self, job: Job) -> None: ...
+
+
+async def _picky(admission: Admission, count: int, says: Choose, *candidates: Candidate) -> list[asyncio.Task[Any]]:
+    waits = [
+        asyncio.create_task(admission.wait(lambda: list(candidates), 30, says, standing=Standing("r")))
+        for _ in range(count)
+    ]
+    await asyncio.sleep(0)
+    return waits
+
+
+async def test_few_of_those_who_decline_are_asked_for_one_place() -> None:
+    one, admission = candidate(node(max_concurrency=9)), Admission(chooser=_Chooser())
+    asked: list[list[Candidate]] = []
+    waits = await _picky(admission, 100, asked.append, one)
+
+    admission.changed()
+
+    assert len(asked) == 8
+    await _end(waits)
+
+
+async def test_nobody_is_asked_where_every_node_is_at_its_limit() -> None:
+    one, admission = candidate(node(max_concurrency=1)), Admission(chooser=_Chooser())
+    admission.take(one)
+    asked: list[list[Candidate]] = []
+    waits = await _picky(admission, 20, asked.append, one)
+
+    admission.changed()
+
+    assert not asked
+    await _end(waits)
+
+
+async def test_one_who_waits_behind_many_that_decline_is_asked_at_last() -> None:
+    one, admission = candidate(node()), Admission(chooser=_Chooser())
+    waits = await _picky(admission, 30, lambda candidates: None, one)
+    taking = await _picky(admission, 1, lambda candidates: one, one)
+
+    assert (await _got(taking[0])).candidate is one
+    await _end(waits)
+
+
+async def test_those_who_decline_keep_nobody_of_another_route_from_being_asked() -> None:
+    one, admission = candidate(node()), Admission(chooser=_Chooser())
+    waits = await _picky(admission, 30, lambda candidates: None, one)
+    other = asyncio.create_task(admission.wait(lambda: [one], 30, lambda candidates: one, standing=Standing("other")))
+    await asyncio.sleep(0)
+
+    admission.changed()
+
+    assert (await _got(other)).candidate is one
+    await _end(waits)
+
+
+async def _end(waits: list[asyncio.Task[Any]]) -> None:
+    for task in waits:
+        task.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
