@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ NODES, PLACES = 2, 4
 TOKENS, PACE_MS = 20, 20
 PATIENCE_SECONDS = 60.0  # of a client: longer than any wait that is allowed
 _BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+_MEMORY_LOOKS = 6
 _END = b"data: [DONE]\n\n"
 
 
@@ -193,15 +195,40 @@ def main() -> int:
         url, pid = stack.enter_context(_gateway(cpus.gateway, folder, nodes, options))
         # What a first load leaves behind is no leak.
         asyncio.run(overload(url, capacity * options.times, min(10.0, options.seconds)))
-        before, cpu = resident_mib(pid), cpu_seconds(pid)
-        report = asyncio.run(overload(url, capacity * options.times, options.seconds))
-        used, after = cpu_seconds(pid) - cpu, resident_mib(pid)
+        cpu = cpu_seconds(pid)
+        with _Memory(pid, options.seconds / _MEMORY_LOOKS) as memory:
+            report = asyncio.run(overload(url, capacity * options.times, options.seconds))
+        used = cpu_seconds(pid) - cpu
         left = asyncio.run(stuck(url))
-    _show(report, capacity, before, after, used, left)
+    _show(report, capacity, memory.mib, used, left)
     return int(bool(report.lost() or left))
 
 
-def _show(report: Report, capacity: float, before: float, after: float, used: float, left: float) -> None:
+class _Memory:
+    """The memory of a process tree, from time to time while this is entered, and at its end."""
+
+    def __init__(self, pid: int, every_seconds: float) -> None:
+        self.mib: list[float] = []
+        self._pid, self._every_seconds = pid, every_seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        self.mib.append(resident_mib(self._pid))
+        while not self._over.wait(self._every_seconds):
+            self.mib.append(resident_mib(self._pid))
+        self.mib.append(resident_mib(self._pid))
+
+    def __enter__(self) -> _Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _show(report: Report, capacity: float, mib: list[float], used: float, left: float) -> None:
     sent, refused = len(report.answers), report.refused()
     told = [answer.retry_after for answer in refused if answer.retry_after]
     waited = [answer.queue_ms / 1000 for answer in report.answers if answer.whole and answer.queue_ms is not None]
@@ -213,7 +240,8 @@ def _show(report: Report, capacity: float, before: float, after: float, used: fl
         f"refused {len(refused)}, {at_once} of them within half a second; "
         f"Retry-After {_spread(told)} s; those who were served had waited {_spread(waited)} s\n"
         f"lost {len(report.lost())}, stuck {left:g}\n"
-        f"memory {before:.1f} MiB before, {after:.1f} MiB after; {used / sent * 1e6:.0f} us CPU a request"
+        f"memory {', '.join(f'{each:.1f}' for each in mib)} MiB, from before to after\n"
+        f"{used / sent * 1e6:.0f} us CPU a request"
     )
 
 

@@ -206,7 +206,7 @@ def test_one_whose_turn_would_come_too_late_is_told_at_once_and_when_to_come_bac
         await asyncio.sleep(0)
 
         assert not bench.refused, "keys take turns"
-        bench.ask(seconds=10)
+        bench.ask(seconds=16)
         await asyncio.sleep(0)
 
         (key, error), *others = bench.refused
@@ -225,10 +225,12 @@ def test_the_first_in_a_queue_is_never_told_that_it_is_hopeless() -> None:
             bench.ask()
         await bench.over()
         bench.ask()
-        bench.ask(seconds=1.5)
+        await asyncio.sleep(0.8)
+        bench.ask(seconds=0.5)
         await bench.over()
 
         assert not bench.refused
+        assert len(bench.served) == 12
 
     run(work)
 
@@ -384,6 +386,20 @@ async def test_few_of_those_who_decline_are_asked_for_one_place() -> None:
     admission.changed()
 
     assert len(asked) == 8
+    await _end(waits)
+
+
+async def test_of_those_who_decline_only_those_in_a_row_count() -> None:
+    one, admission = candidate(node(max_concurrency=99)), Admission(chooser=_Chooser())
+    waits: list[asyncio.Task[Any]] = []
+    for _ in range(10):
+        waits += await _picky(admission, 7, lambda candidates: None, one)
+        waits += await _picky(admission, 1, lambda candidates: one, one)
+
+    admission.changed()
+    await asyncio.sleep(0)
+
+    assert sum(task.done() for task in waits) == 10
     await _end(waits)
 
 

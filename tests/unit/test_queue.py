@@ -267,6 +267,18 @@ def test_time_in_which_nobody_waits_says_nothing_of_the_pace() -> None:
     assert pace.per_second(5000.0) == pytest.approx(1.0)
 
 
+def test_a_queue_that_was_empty_for_long_has_the_pace_that_it_had() -> None:
+    waiting = Waiting()
+    waiting.join("a", 20)
+    waiting.join("high", 20, rank=HIGH)
+    waiting.served(40)
+    waiting.now += 10_000
+    waiting.join("a", 5)
+    waiting.join("high", 1, rank=HIGH)
+
+    assert waiting.turns.seconds(Standing("r", "m", "a"), waiting.now) == pytest.approx(8, abs=3)
+
+
 def test_a_pace_that_stops_falls() -> None:
     pace = Pace()
     pace.waits(0)
