@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.domain import LOCAL_TIER, Budget, NodeSpec, Period, Price, Rate, Role
+from app.domain import LOCAL_TIER, WEIGHT_MAX, Budget, NodeSpec, Period, Price, Priority, QueueRules, Rate, Role
 from app.routing.route_spec import RouteSpec
 from app.setting_values import (
     choice,
@@ -24,6 +24,8 @@ from app.setting_values import (
     micro_dollars,
     numbered,
     positive,
+    seconds,
+    seconds_or_never,
     secret,
     shown,
     text,
@@ -57,6 +59,21 @@ class CloudProvider:
     health_check: bool = True
     tls_verify: bool = True
     ca_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An entry of API_KEYS, and what it means where its requests and others' wait."""
+
+    secret: str = field(repr=False)
+    weight: int = 1
+    priority: Priority | None = None
+
+
+def api_keys(value: object) -> tuple[ApiKey, ...]:
+    """Reads API_KEYS, each key once."""
+    found = numbered("key", _api_key, entries(value))
+    return tuple({each.secret: each for each in found}.values())
 
 
 def local_nodes(value: object) -> tuple[NodeSpec, ...]:
@@ -220,6 +237,10 @@ def _ca_file(value: object) -> str:
     return str(file(value))
 
 
+def _priority(value: object) -> Priority:
+    return Priority(choice(value, [priority.value for priority in Priority]))
+
+
 _at_least_one = partial(whole, at_least=1, hint="leave it out for none")
 
 _PRICE_READERS: Readers = {
@@ -265,12 +286,24 @@ _PROVIDER_READERS: Readers = {
     "tokens_per_minute": _at_least_one,
     **_CONNECTION_READERS,
 }
+_KEY_READERS: Readers = {
+    "key": secret,
+    "weight": partial(whole, at_least=1, at_most=WEIGHT_MAX),
+    "priority": _priority,
+}
+_QUEUE_READERS: Readers = {
+    "queue_size": partial(whole, at_least=1),
+    "queue_timeout": seconds,
+    "priority": _priority,
+    "keep_alive_after": seconds_or_never,
+}
 _ROUTE_READERS: Readers = {
     "local": _model_name,
     "cloud": _cloud_name,
     "local_only": flag,
     "num_ctx": _at_least_one,
     "spill_after_ms": positive,
+    **_QUEUE_READERS,
     **_BUDGET_READERS,
 }
 
@@ -318,6 +351,19 @@ def _cloud_provider(entry: object) -> CloudProvider:
     return CloudProvider(**_with_budget(values), rate=rate if any(rate) else None)
 
 
+def _api_key(entry: object) -> ApiKey:
+    if isinstance(entry, ApiKey):
+        return entry
+    if not isinstance(entry, Mapping):
+        return ApiKey(secret(entry))
+    if not _KEY_READERS.keys() >= entry.keys():  # not shown: it may be the secret
+        raise ValueError(f"has something else than {', '.join(_KEY_READERS)}")
+    values = _read(entry, _KEY_READERS)
+    if "key" not in values:
+        raise ValueError("has no key")
+    return ApiKey(values.pop("key"), **values)
+
+
 def _check_trust(values: Mapping[str, Any]) -> None:
     if "ca_file" in values and not values.get("tls_verify", True):
         raise ValueError("ca_file is not read while tls_verify is false; remove one of them")
@@ -345,8 +391,9 @@ def _route(pattern: object, target: object) -> RouteSpec:
 
 def _detailed_route(name: str, target: Mapping[Any, Any]) -> RouteSpec:
     values = _with_budget(_read(target, _ROUTE_READERS))
+    waiting = [values.pop(key, None) for key in _QUEUE_READERS]
     cloud_off = "cloud" in target and values.get("cloud") is None
-    route = RouteSpec(name, **values, cloud_off=cloud_off)
+    route = RouteSpec(name, **values, cloud_off=cloud_off, queue=QueueRules(*waiting))
     if route.local_only and route.cloud is not None:
         raise ValueError("local_only excludes a cloud model; remove one of them")
     return route

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 LOCAL_TIER = 0
 MICRO_DOLLARS = 1_000_000  # in a dollar
 GIB = 2**30  # bytes
+WEIGHT_MAX = 1000  # of a key
 
 
 class Operation(StrEnum):
@@ -60,6 +61,14 @@ class NodeState(StrEnum):
     DOWN = "down"
 
 
+class Priority(StrEnum):
+    """Who has the first turn of those who wait for a node; the first comes first."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
 class Period(StrEnum):
     """How long a budget lasts. Periods begin at midnight UTC; weeks on Monday."""
 
@@ -82,6 +91,18 @@ class Rate(NamedTuple):
     tokens_per_minute: int | None = None
 
 
+class QueueRules(NamedTuple):
+    """How requests of a route wait; None = as set for all."""
+
+    size: int | None = None  # requests that may wait
+    timeout_seconds: float | None = None
+    priority: Priority | None = None  # of those whose key states none
+    keep_alive_seconds: float | None = None  # without an answer, before a stream is kept alive; 0 = never
+
+
+NO_RULES = QueueRules()
+
+
 class Price(NamedTuple):
     """Micro-dollars per million tokens. `cached_input` is what tokens read from a prefix cache cost; None = `input`."""
 
@@ -99,6 +120,8 @@ class Caller(NamedTuple):
     local_only: bool = False
     budget: Budget | None = None
     rate: Rate | None = None
+    weight: int = 1  # turns that it has at a time, where its requests and others' wait
+    priority: Priority | None = None  # None = its routes'
 
 
 ANYBODY = Caller()
@@ -187,6 +210,7 @@ class Request(NamedTuple):
     local_only: bool = False
     reasoning_content: bool = False  # the client also wants reasoning under that name
     caller: Caller = ANYBODY
+    priority: Priority | None = None  # that the client is content with; never more than its key's or route's
     forwarded: tuple[tuple[str, str], ...] = ()  # client headers that a node may see
 
 

@@ -119,11 +119,12 @@ class Unavailable(HearthError):
 
 
 class Overloaded(Unavailable):
-    """Every node that could serve is at its limit."""
+    """Every node that could serve is at its limit. `reason` is a metric's label."""
 
     status = 429
     type = "rate_limit_error"
     code = "overloaded"
+    reason = "timeout"
 
 
 class RateLimited(HearthError):

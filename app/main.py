@@ -25,6 +25,7 @@ from app.fronts.control import control_routes, render_errors
 from app.fronts.dashboard import Dashboard
 from app.fronts.door import FrontDoor
 from app.fronts.explain import ExplainApi, RequestApi
+from app.fronts.keep_alive import KeepAlive
 from app.fronts.keys import KeyApi
 from app.fronts.models import Models
 from app.fronts.nodes import NodeApi
@@ -81,7 +82,7 @@ _FIRST_PROBES_SECONDS = 1.0
 _TELEMETRY_OFF: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False}
 _EXPOSED_HEADERS = [
     "x-request-id",
-    *(f"x-hearth-{name}" for name in ("node", "tier", "attempts", "fallback", "model", "error-source")),
+    *(f"x-hearth-{name}" for name in ("node", "tier", "attempts", "fallback", "model", "queue-ms", "error-source")),
     "retry-after",
 ]
 _ROUTES = {
@@ -193,9 +194,10 @@ class Parts:
             self.policy,
             self.admission,
             self.metrics.counts,
-            settings.first_token_timeout,
+            settings.queue_seconds(),
             purse=self.treasury.purse if self.treasury else None,
             spill_after_ms=settings.spill_after_ms,
+            queue_size=settings.queue_size,
         )
         asking = Asking(self.upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
         self.loads = _loads(self.policy, asking, self.prober)
@@ -219,7 +221,7 @@ class Parts:
         settings = self.settings
         self.sessions = Sessions(_plain(settings.admin_keys)) if settings.admin_keys else None
         self.doors = Doors(
-            Keyring(_plain(settings.api_keys), rate=settings.default_rate()),
+            Keyring(settings.api_keys, rate=settings.default_rate()),
             Keyring(_plain(settings.admin_keys), "admin", "ADMIN_KEYS"),
             self.treasury.keys if self.treasury else None,
             self.sessions,
@@ -325,6 +327,7 @@ def _add_inference(app: FrontDoor, parts: Parts) -> None:
             closing=lambda: parts.phase.closing,
             turnstile=turnstile,
             begin_span=parts.traces.begin if parts.traces else None,
+            keep_alive=_keep_alive(parts.settings),
         )
         # People write base_url with and without /v1. A redirect would lose the body.
         for prefix in ("/v1", ""):
@@ -380,6 +383,12 @@ def _loads(policy: Policy, asking: Asking, prober: Prober) -> Loads | None:
     policy.start_load = loads.start
     policy.forecast.on_look = prober.suspect
     return loads
+
+
+def _keep_alive(settings: Settings) -> KeepAlive | None:
+    rules = [spec.queue.keep_alive_seconds or 0.0 for spec in settings.routes_config()]
+    on = [seconds for seconds in (settings.keep_alive_after, *rules) if seconds]
+    return KeepAlive(settings.keep_alive_after, min(on)) if on else None
 
 
 def _quiet_gc() -> None:

@@ -124,6 +124,13 @@ def seconds(value: object) -> float:
         raise ValueError(f"{shown(value)} is not a time above 0; write seconds (90) or 500ms, 30s, 10m, 2h") from None
 
 
+def seconds_or_never(value: object) -> float:
+    """A time as `seconds` reads it, or 0 for never, which may also be written as off."""
+    if value is False or value in (0, "0") or (isinstance(value, str) and value.strip().lower() == "off"):
+        return 0.0
+    return seconds(value)
+
+
 def choice(value: object, allowed: Sequence[str], aliases: Mapping[str, str] | None = None) -> str:
     """One of `allowed`, in any case and with `-` for `_`."""
     wanted = value.strip().lower().replace("-", "_") if isinstance(value, str) else ""

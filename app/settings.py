@@ -33,7 +33,7 @@ from pydantic_settings import (
 
 from app import declarations, networks, setting_flags
 from app import setting_values as values
-from app.declarations import CloudProvider
+from app.declarations import ApiKey, CloudProvider
 from app.domain import Budget, NodeSpec, Period, Price, Rate
 from app.networks import Network
 from app.routing.route_spec import RouteSpec
@@ -95,6 +95,10 @@ def _secrets(value: object) -> tuple[SecretStr, ...]:
     if isinstance(value, (list, tuple)):
         value = [_plain(entry) for entry in value]
     return tuple(SecretStr(key) for key in values.secrets(value))
+
+
+def _api_keys(value: object) -> tuple[ApiKey, ...]:
+    return declarations.api_keys([*map(_plain, value)] if isinstance(value, (list, tuple)) else value)
 
 
 def _database(value: object) -> SecretStr:
@@ -193,6 +197,9 @@ class Settings(BaseSettings):
     connect_timeout: Seconds = 3.0
     first_token_timeout: Seconds = 600.0
     spill_after_ms: Annotated[float, BeforeValidator(values.positive)] | None = None
+    queue_size: Annotated[int, _whole(1)] = 1000
+    queue_timeout: Seconds | None = None
+    keep_alive_after: Annotated[float, BeforeValidator(values.seconds_or_never)] = 0.0
     idle_timeout: Seconds = 300.0
     max_attempts: Annotated[int, _whole(1, hint="1 tries once and never again")] = 4
 
@@ -215,7 +222,7 @@ class Settings(BaseSettings):
     disable_gdr: Flag = False
     dummy_prefill: Flag = False
 
-    api_keys: Secrets = ()
+    api_keys: Annotated[tuple[ApiKey, ...], NoDecode, _HIDDEN, BeforeValidator(_api_keys)] = ()
     admin_keys: Secrets = ()
     requests_per_minute: Annotated[int, _whole(1, hint="leave it out for any number")] | None = None
     tokens_per_minute: Annotated[int, _whole(1, hint="leave it out for any number")] | None = None
@@ -266,6 +273,10 @@ class Settings(BaseSettings):
     def nodes_path(self) -> Path | None:
         """Where nodes that are added at run time are kept; None when they are not."""
         return None if self.disable_cache_status else self.nodes_file
+
+    def queue_seconds(self) -> float:
+        """The longest that a request waits for a free node."""
+        return self.queue_timeout or self.first_token_timeout
 
     def cloud_budget(self) -> Budget | None:
         """What all of the cloud may cost in one period."""

@@ -120,6 +120,8 @@ def _foot(document: Mapping[str, Any]) -> Iterator[str]:
     for step in document["order"]:
         if step["waits_seconds_at_most"] is not None:
             yield f"All are full: it would wait for a place for {step['waits_seconds_at_most']:g} s at most."
+    if document["queue"] is not None and document["queue"]["waits"]:
+        yield _queue(document["queue"])
     for pair in document["pairs"]:
         yield f"Pairs come first: {', '.join(pair['prefill'])} with {', '.join(pair['decode'])}."
     cloud = document["cloud"]
@@ -130,6 +132,14 @@ def _foot(document: Mapping[str, Any]) -> Iterator[str]:
     if document["error"] is not None:
         error = document["error"]
         yield f"Nobody would be asked; the client is told {error['status']} {error['code']}: {error['message']}"
+
+
+def _queue(queue: Mapping[str, Any]) -> str:
+    ahead = f"{queue['ahead']} ahead of it of {queue['waiting']} that wait, in the class {queue['priority']}"
+    expected = queue["expected_seconds"]
+    how_long = "nobody knows yet for how long" if expected is None else f"for about {expected:g} s"
+    refusal = f"; it would be refused at once ({queue['refusal']})" if queue["refusal"] else ""
+    return f"In the queue: {ahead}; {how_long}{refusal}."
 
 
 def _budgets(target: Mapping[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import typer
 
 from app.commands import terminal
 from app.commands.terminal import Refused
-from app.domain import Period
+from app.domain import Period, Priority
 from app.ledger import key as values
 from app.ledger.key import Key, Traits
 
@@ -56,6 +56,12 @@ def create(
     expires: Annotated[
         str | None, typer.Option(metavar="WHEN", help="When it ends: in 30d (or 12h, 4w), or on 2027-01-31.")
     ] = None,
+    weight: Annotated[
+        int, typer.Option(metavar="N", help="Turns that it has at a time, where its requests and others' wait.")
+    ] = 1,
+    priority: Annotated[
+        Priority | None, typer.Option(help="Who of those who wait comes first; its models say when it is left out.")
+    ] = None,
 ) -> None:
     """Make a key, and print its secret, which is shown this once."""
     traits: Traits = {
@@ -66,6 +72,8 @@ def create(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "expires_at": None if expires is None else expiry(expires, _now()),
+        "weight": weight,
+        "priority": priority,
     }
     _show(*_in_book(lambda book: book.create(name, traits)))
 

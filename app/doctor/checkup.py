@@ -102,7 +102,7 @@ def _no_cloud(settings: Settings, wanted: Sequence[str]) -> Iterator[Finding]:
 def _secrets(settings: Settings) -> list[str]:
     """What is hidden, should a node say it again. Not what only stands for a key, such as `ollama` or `EMPTY`."""
     nodes = (*settings.local_node_specs(), *settings.cloud_specs())
-    keys = [key.get_secret_value() for key in (*settings.api_keys, *settings.admin_keys)]
+    keys = [key.secret for key in settings.api_keys] + [key.get_secret_value() for key in settings.admin_keys]
     passwords = [_password(url) for url in (settings.database(), settings.redis())]
     secrets = [*(node.api_key for node in nodes), *keys, *passwords]
     return [each for each in secrets if len(each) >= _LONG or (len(each) >= _SHORT and re.search(r"\d", each))]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from app.declarations import ApiKey
 from app.domain import ANYBODY, Caller, Rate
 from app.errors import Forbidden, Unauthorized
 from app.fronts.asgi import Scope
@@ -24,14 +25,20 @@ class Keyring:
     """Keys from the settings. Empty, it admits nobody: whoever has none asks `bool(keyring)` first."""
 
     def __init__(
-        self, keys: Iterable[str], source: str = "env", name: str = "API_KEYS", rate: Rate | None = None
+        self, keys: Iterable[ApiKey | str], source: str = "env", name: str = "API_KEYS", rate: Rate | None = None
     ) -> None:
         # These keys are chosen by people, and may be short. A digest that is keyed with a secret of this process
         # cannot be aimed at, so that the time of a look-up in a dictionary tells nothing, and many keys cost nothing.
         self._salt = secrets.token_bytes(32)
         self._callers = {
-            self._salted(key.encode()): Caller(id=f"{source}:{digest_of(key.encode()).hex()[:8]}", name=name, rate=rate)
-            for key in keys
+            self._salted(key.secret.encode()): Caller(
+                id=f"{source}:{digest_of(key.secret.encode()).hex()[:8]}",
+                name=name,
+                rate=rate,
+                weight=key.weight,
+                priority=key.priority,
+            )
+            for key in (ApiKey(key) if isinstance(key, str) else key for key in keys)
         }
 
     def __bool__(self) -> bool:

@@ -16,9 +16,9 @@ from app.errors import Forbidden, InvalidRequest, NotFound
 from app.fronts.admin import admins, body_of, refusals
 from app.fronts.asgi import headers_of
 from app.fronts.auth import Doors, check_route
-from app.fronts.openai import said
+from app.fronts.openai import priority, said
 from app.fronts.openai_wire import check, decode
-from app.fronts.openapi import ANY_REQUEST, LOCAL_ONLY, errors
+from app.fronts.openapi import ANY_REQUEST, LOCAL_ONLY, PRIORITY, errors
 
 _LATEST = 50
 _LATEST_MAX = 1000
@@ -27,7 +27,7 @@ _FILTERS = ("limit", "outcome", "tier", "node", "route", "key")
 _LOCAL_ONLY_HEADER = b"x-hearth-local-only"
 _FIELDS = {Operation.CHAT: "messages", Operation.COMPLETION: "prompt", Operation.EMBEDDING: "input"}
 _ASKED: dict[str, Any] = {
-    "parameters": [LOCAL_ONLY],
+    "parameters": [LOCAL_ONLY, PRIORITY],
     "requestBody": {"required": True, "content": {"application/json": {"schema": ANY_REQUEST}}},
 }
 _REFUSALS = {
@@ -174,6 +174,7 @@ class ExplainApi:
             stream=fields.get("stream") is True and operation is not Operation.EMBEDDING,
             local_only=said(request.scope, headers_of(request.scope), _LOCAL_ONLY_HEADER),
             caller=caller,
+            priority=priority(headers_of(request.scope)),
         )
 
     def _caller(self, key: str) -> Caller:

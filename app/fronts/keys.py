@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from app.domain import MICRO_DOLLARS, Period
+from app.domain import MICRO_DOLLARS, WEIGHT_MAX, Period, Priority
 from app.errors import InvalidRequest
 from app.fronts.admin import LedgerOff, admins, body_of, refusals
 from app.fronts.auth import Doors
@@ -44,6 +44,12 @@ Dollars = Annotated[
     float, Field(ge=0, le=_DOLLARS_MAX, allow_inf_nan=False, description="What it may spend in the cloud in a period.")
 ]
 PeriodName = Literal["month", "week", "day"]
+Weight = Annotated[
+    int, Field(ge=1, le=WEIGHT_MAX, description="Turns that it has at a time, where its requests and others' wait.")
+]
+PriorityName = Annotated[
+    Literal["high", "normal", "low"], Field(description="Who of those who wait comes first; null = as its models say.")
+]
 PerMinute = Annotated[int, Field(ge=1, le=values.PER_MINUTE_MAX)]
 Expiry = Annotated[AwareDatetime, Field(description="From when on it is refused; null = never.")]
 
@@ -59,6 +65,8 @@ class _Chosen(TypedDict, total=False):
     budget_period: PeriodName
     requests_per_minute: PerMinute | None
     tokens_per_minute: PerMinute | None
+    weight: Weight
+    priority: PriorityName | None
 
 
 class NewKey(_Chosen):
@@ -89,6 +97,8 @@ class KeyView(TypedDict):
     budget_period: str
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    weight: int
+    priority: str | None
 
 
 class KeyMade(KeyView):
@@ -182,6 +192,8 @@ def _traits(given: NewKey | KeyChange) -> Traits:
         traits["budget_limit"] = None if dollars is None else micro_dollars(dollars)
     if "budget_period" in traits:
         traits["budget_period"] = Period(traits["budget_period"])
+    if traits.get("priority") is not None:
+        traits["priority"] = Priority(traits["priority"])
     if traits.get("expires_at") is not None:
         traits["expires_at"] = (traits["expires_at"] - values.EPOCH) // timedelta(milliseconds=1)
     chosen: Traits = traits

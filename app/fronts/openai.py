@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 
-from app.domain import Operation, Outcome, Request, tier_name
+from app.domain import Operation, Outcome, Priority, Request, tier_name
 from app.errors import (
     HearthError,
     InvalidRequest,
@@ -24,6 +24,7 @@ from app.fronts.asgi import (
     ClientWatch,
     Fixed,
     Headers,
+    Message,
     Receive,
     Scope,
     Send,
@@ -34,7 +35,8 @@ from app.fronts.asgi import (
     send_json,
 )
 from app.fronts.auth import Doors, check_route
-from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers
+from app.fronts.keep_alive import COMMENT, KeepAlive, told_late
+from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers, refusal_event
 from app.fronts.turnstile import Turnstile
 from app.request_ids import CURRENT, RequestIds, trace_of
 from app.routing.dispatch import Dispatcher
@@ -47,7 +49,11 @@ _PASSED_ON = (b"traceparent", b"tracestate")
 _PARTING_SECONDS = 1.0  # for the last words to a client whose request took too long
 _TRUE = frozenset({b"true", b"1", b"yes", b"on"})
 _FALSE = frozenset({b"false", b"0", b"no", b"off"})
+PRIORITY = b"x-hearth-priority"
+_PRIORITIES = frozenset(priority.value for priority in Priority)
+_NOT_QUEUED = (b"x-hearth-queue-ms", b"0")
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_EARLY = Fixed.of([(b"content-type", b"text/event-stream"), *_STREAM_HEADERS])
 
 BeginSpan = Callable[[Mapping[bytes, bytes], Operation, str], RequestSpan | None]  # headers, what is asked, path
 
@@ -67,8 +73,12 @@ class Inference:
         closing: Callable[[], bool],
         turnstile: Turnstile,
         begin_span: BeginSpan | None = None,
+        keep_alive: KeepAlive | None = None,
     ) -> None:
-        """`begin_span` begins the trace of each request; None = there are no traces."""
+        """`begin_span` begins the trace of each request; None = there are no traces.
+
+        `keep_alive` says when streams are kept alive; None = never.
+        """
         self._operation = operation
         self._dispatcher = dispatcher
         self._doors = doors
@@ -78,6 +88,7 @@ class Inference:
         self._closing = closing
         self._turnstile = turnstile
         self._begin_span = begin_span
+        self._keep_alive = keep_alive
         self._watch_starts = WatchStarts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +97,7 @@ class Inference:
         try:
             request = await self._read(scope, receive, exchange)
             with ClientWatch(receive, self._watch_starts) as watch:
-                reply = await self._dispatcher.dispatch(request, exchange.trail)
+                reply = await self._dispatch(request, exchange)
                 try:
                     await (exchange.relay(reply, watch) if reply.over else _in_time(exchange, reply, watch))
                 finally:
@@ -107,6 +118,12 @@ class Inference:
             ended = exchange.ended(self._operation)
             for report in self._reports:
                 report(ended)
+
+    async def _dispatch(self, request: Request, exchange: _Exchange) -> Reply:
+        if self._keep_alive is None or not request.stream:
+            return await self._dispatcher.dispatch(request, exchange.trail)
+        async with self._keep_alive.during(exchange.trail, exchange.keep_alive):
+            return await self._dispatcher.dispatch(request, exchange.trail)
 
     def _trace(self, exchange: _Exchange, path: str) -> None:
         """Lets all that is said of the request be found together."""
@@ -143,6 +160,7 @@ class Inference:
             local_only=said(scope, headers, b"x-hearth-local-only"),
             reasoning_content=said(scope, headers, b"x-hearth-reasoning-content"),
             caller=caller,
+            priority=priority(headers) if PRIORITY in headers else None,
             forwarded=_forwarded(headers, exchange.id),
         )
         exchange.request = request
@@ -188,15 +206,13 @@ class _Exchange:
 
     async def relay(self, reply: Reply, watch: ClientWatch) -> None:
         """Sends the answer, piece by piece as it comes."""
-        send, trail = self._send, self.trail
-        stream = self.request is not None and self.request.stream
-        fixed = _fixed_headers(reply.content_type, stream, trail.node, trail.tier, trail.tried, trail.model)
-        headers = [*fixed.headers, *self._own_headers()]
-        if not stream:
-            headers.append((b"content-length", b"%d" % len(reply.first)))
+        send = self._send
         self.started = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers, "fixed": fixed})
         data = reply.first
+        if self.trail.kept_alive:
+            data = told_late([*_server_headers(self.trail), *_late_headers(self.trail)]) + data
+        else:
+            await send(self._head(reply))
         try:
             while not reply.over:
                 if data:
@@ -210,6 +226,24 @@ class _Exchange:
             data = error_event(failure)
         watch.done()
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def _head(self, reply: Reply) -> Message:
+        trail, stream = self.trail, self.request is not None and self.request.stream
+        fixed = _fixed_headers(
+            reply.content_type, stream, trail.node, trail.tier, trail.tried, trail.model, not trail.queued_seconds
+        )
+        headers = [*fixed.headers, *self._own_headers()]
+        if not stream:
+            headers.append((b"content-length", b"%d" % len(reply.first)))
+        return {"type": "http.response.start", "status": 200, "headers": headers, "fixed": fixed}
+
+    async def keep_alive(self) -> None:
+        """Tells the client of a stream that its answer is still to come."""
+        if not self.trail.kept_alive:
+            self.trail.kept_alive = True
+            headers = [*_EARLY.headers, (b"x-request-id", self.id.encode()), *self.limits]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers, "fixed": _EARLY})
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def ended(self, operation: Operation) -> Ended:
         trail = self.trail
@@ -227,6 +261,11 @@ class _Exchange:
         if self.started:
             return
         self.started = True
+        if self.trail.kept_alive:
+            late = [*_server_headers(self.trail), *_late_headers(self.trail), *error_headers(error)]
+            data = told_late(late) + refusal_event(error)
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+            return
         if isinstance(error, RateLimited):
             self.limits = list(error.headers)
         headers = [*_server_headers(self.trail), *self._own_headers(), *error_headers(error)]
@@ -237,8 +276,8 @@ class _Exchange:
     def _own_headers(self) -> Headers:
         """What no other answer has."""
         headers = [(b"x-request-id", self.id.encode())]
-        if self.trail.fallback:
-            headers.append((b"x-hearth-fallback", self.trail.fallback.encode()))
+        if self.trail.fallback or self.trail.queued_seconds:
+            headers += _late_headers(self.trail)
         if self.limits:
             headers += self.limits
         return headers
@@ -276,6 +315,16 @@ def said(scope: Scope, headers: dict[bytes, bytes], name: bytes) -> bool:
     return not said.isdisjoint(_TRUE)
 
 
+def priority(headers: dict[bytes, bytes]) -> Priority | None:
+    """The class that the client is content with; None = its own. Raises `InvalidRequest` for another word."""
+    if PRIORITY not in headers:
+        return None
+    written = headers[PRIORITY].decode("latin-1").lower()
+    if written not in _PRIORITIES:
+        raise InvalidRequest(f"the header x-hearth-priority must be one of {', '.join(Priority)}")
+    return Priority(written)
+
+
 def _check_media_type(headers: dict[bytes, bytes]) -> None:
     # A web page may send a body without a type to anybody, unasked, and so could put this machine's nodes to work.
     given = headers.get(b"content-type", b"" if b"origin" in headers else b"application/json")
@@ -287,15 +336,29 @@ def _check_media_type(headers: dict[bytes, bytes]) -> None:
         raise UnsupportedMediaType("send the body without a content encoding")
 
 
+def _late_headers(trail: Trail) -> Headers:
+    """What no two requests to a node need have alike."""
+    headers = []
+    if trail.fallback:
+        headers.append((b"x-hearth-fallback", trail.fallback.encode()))
+    if trail.queued_seconds:
+        headers.append((b"x-hearth-queue-ms", b"%d" % round(trail.queued_seconds * 1000)))
+    return headers
+
+
 def _server_headers(trail: Trail) -> Headers:
+    """Who was asked last, if anybody, and that the request did not wait for it, if it did not."""
     if not trail.node:
-        return []
-    return _fixed_headers(b"", False, trail.node, trail.tier, trail.tried, trail.model).headers[1:]
+        return [_NOT_QUEUED] if trail.routed and not trail.queued_seconds else []
+    at_once = not trail.queued_seconds
+    return _fixed_headers(b"", False, trail.node, trail.tier, trail.tried, trail.model, at_once).headers[1:]
 
 
 @lru_cache(maxsize=1024)
-def _fixed_headers(content_type: bytes, stream: bool, node: str, tier: int, tried: int, model: str) -> Fixed:
-    """Of an answer from this node: its type, and who served it."""
+def _fixed_headers(
+    content_type: bytes, stream: bool, node: str, tier: int, tried: int, model: str, at_once: bool
+) -> Fixed:
+    """Of an answer from this node: its type, who served it, and perhaps that it was not waited for."""
     headers = [
         (b"content-type", content_type),
         (b"x-hearth-node", _header(node)),
@@ -303,6 +366,8 @@ def _fixed_headers(content_type: bytes, stream: bool, node: str, tier: int, trie
         (b"x-hearth-attempts", b"%d" % tried),
         (b"x-hearth-model", _header(model)),
     ]
+    if at_once:
+        headers.append(_NOT_QUEUED)
     return Fixed.of([*headers, *_STREAM_HEADERS] if stream else headers)
 
 

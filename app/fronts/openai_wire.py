@@ -39,6 +39,11 @@ def error_event(failure: NodeFailure) -> bytes:
     return b"data: " + orjson.dumps({"error": error}) + b"\n\ndata: [DONE]\n\n"
 
 
+def refusal_event(error: HearthError) -> bytes:
+    """The end of a stream for which nothing but comments was sent."""
+    return b"data: " + orjson.dumps(error_document(error)) + b"\n\ndata: [DONE]\n\n"
+
+
 def decode(body: bytes) -> dict[str, Any]:
     """The body as an object. Raises `InvalidRequest`."""
     try:

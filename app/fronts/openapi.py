@@ -33,6 +33,24 @@ LOCAL_ONLY = {
     "description": "`true` keeps this request on local nodes, whatever happens.",
     "schema": {"type": "string", "pattern": "^(true|false|1|0|yes|no|on|off)$", "examples": ["true"]},
 }
+PRIORITY = {
+    "name": "X-Hearth-Priority",
+    "in": "header",
+    "description": (
+        "Where requests wait for a node: `low` stands behind others. Nothing raises a request above the class of its "
+        "key or name."
+    ),
+    "schema": {"type": "string", "enum": ["high", "normal", "low"]},
+}
+_ANSWER_HEADERS = {
+    "X-Hearth-Queue-Ms": {
+        "description": (
+            "How many milliseconds the request waited for a free node; 0 = not at all. Missing, with all that names "
+            "the node, where a stream was kept alive before its answer: then it is in a comment before the first event"
+        ),
+        "schema": {"type": "integer", "minimum": 0},
+    }
+}
 
 _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/chat/completions": (
@@ -70,6 +88,10 @@ _ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 ANY_REQUEST = {"type": "object", "anyOf": [{"additionalProperties": True, **body} for _, body in _ROUTES.values()]}
 
+_ANSWER = (
+    "The answer. A stream that was kept alive (KEEP_ALIVE_AFTER) has this status from its first comment on; if it "
+    "fails then, its only event is an error as in the answers below, before `[DONE]`."
+)
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -95,7 +117,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not `application/json`.",
     "422": "A node could not make sense of the request.",
-    "429": "Every node is at its limit; see `Retry-After`.",
+    "429": "Every node is at its limit, and the request got no place in the queue; see `Retry-After`.",
     "502": "Every node that was tried failed.",
     "503": "No node can serve now; see `Retry-After`.",
     "504": "No node answered in time.",
@@ -142,10 +164,13 @@ def _operation(path: str) -> dict[str, Any]:
         "operationId": path.removeprefix("/v1/").replace("/", "_"),
         "tags": ["inference"],
         "description": "OpenAI's request and answer; every field beyond these goes to the node as it is.",
-        "parameters": [LOCAL_ONLY],
+        "parameters": [LOCAL_ONLY, PRIORITY],
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True, **body}}},
         },
-        "responses": {"200": {"description": "The answer.", "content": answer}, **refusals},
+        "responses": {
+            "200": {"description": _ANSWER, "headers": _ANSWER_HEADERS, "content": answer},
+            **refusals,
+        },
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict
 
-from app.domain import Budget, Caller, Period, Rate
+from app.domain import WEIGHT_MAX, Budget, Caller, Period, Priority, Rate
 from app.errors import HearthError, InvalidRequest, NotFound
 
 NAME_CHARACTERS_MAX = 64
@@ -42,6 +42,8 @@ class Traits(TypedDict, total=False):
     budget_period: Period
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    weight: int  # turns at a time where its requests and others' wait
+    priority: Priority | None  # None = its routes'
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Key:
     budget_period: Period
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    weight: int
+    priority: Priority | None
 
     def caller(self) -> Caller:
         """Who asks with this key."""
@@ -72,6 +76,8 @@ class Key:
             local_only=self.local_only,
             budget=None if self.budget_limit is None else Budget(self.budget_limit, self.budget_period),
             rate=rate if any(rate) else None,
+            weight=self.weight,
+            priority=self.priority,
         )
 
     def expired(self, now: int) -> bool:
@@ -128,6 +134,8 @@ def document(key: Key) -> dict[str, Any]:
         "budget_period": key.budget_period.value,
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
+        "weight": key.weight,
+        "priority": None if key.priority is None else key.priority.value,
     }
 
 
@@ -142,6 +150,7 @@ def check(traits: Traits, now: int) -> None:
     _check_amount("budget_limit", traits.get("budget_limit"), 0, BUDGET_MAX)
     _check_amount("requests_per_minute", traits.get("requests_per_minute"), 1, PER_MINUTE_MAX)
     _check_amount("tokens_per_minute", traits.get("tokens_per_minute"), 1, PER_MINUTE_MAX)
+    _check_amount("weight", traits.get("weight"), 1, WEIGHT_MAX)
 
 
 def _check_name(name: str) -> None:

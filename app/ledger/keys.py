@@ -13,7 +13,7 @@ from sqlalchemy import RowMapping, Select, case, func, insert, or_, select, upda
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from app.domain import Caller, Period
+from app.domain import Caller, Period, Priority
 from app.errors import LedgerUnavailable, Unauthorized
 from app.ledger import key as values
 from app.ledger.key import Key, KeyNameTaken, KeyNotFound, Traits
@@ -33,6 +33,8 @@ _DEFAULTS: Traits = {
     "budget_period": Period.MONTH,
     "requests_per_minute": None,
     "tokens_per_minute": None,
+    "weight": 1,
+    "priority": None,
 }
 
 
@@ -218,6 +220,8 @@ def _key(row: RowMapping) -> Key:
         budget_period=Period(row["budget_period"] or Period.MONTH),
         requests_per_minute=row["requests_per_minute"],
         tokens_per_minute=row["tokens_per_minute"],
+        weight=row["weight"] or 1,
+        priority=Priority(row["priority"]) if row["priority"] else None,
     )
 
 
@@ -227,6 +231,8 @@ def _columns(traits: Traits) -> dict[str, Any]:
         columns["routes"] = list(columns["routes"])
     if "budget_period" in columns:
         columns["budget_period"] = str(columns["budget_period"])
+    if columns.get("priority") is not None:
+        columns["priority"] = str(columns["priority"])
     return columns
 
 

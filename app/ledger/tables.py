@@ -82,4 +82,6 @@ keys = Table(
     Column("budget_period", String(8)),
     Column("requests_per_minute", Integer),
     Column("tokens_per_minute", Integer),
+    Column("weight", Integer),  # None = 1
+    Column("priority", String(8)),  # None = its routes'
 )

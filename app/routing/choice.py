@@ -6,19 +6,18 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from app.domain import Outcome
+from app.domain import Outcome, Priority
 from app.errors import Overloaded, SpendingRefused
-from app.routing.admission import Admission, Slot
+from app.routing.admission import Admission, Hopeless, Outlook, QueueFull, Slot
 from app.routing.attempt import Attempt, Observer
 from app.routing.breaker import Permit
 from app.routing.gate import Purse
 from app.routing.job import Job
 from app.routing.plan import Plan
 from app.routing.policies import Policy
+from app.routing.queue import PRIORITIES, QUEUE_SIZE, Standing
 from app.routing.registry import Candidate
 from app.routing.verdict import nobody_left
-
-_QUEUE_RETRY_AFTER_SECONDS = 5.0
 
 
 class Step(NamedTuple):
@@ -33,7 +32,11 @@ class Step(NamedTuple):
 
 
 class Choice:
-    """Chooses for every request alike. `queue_seconds` is the longest that one waits for a free node."""
+    """Chooses for every request alike.
+
+    `queue_seconds` is the longest that one waits for a free node, and `queue_size` how many may wait on a route, where
+    the route itself says nothing else.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Choice:
         queue_seconds: float,
         purse: Purse | None = None,
         spill_after_ms: float | None = None,
+        queue_size: int = QUEUE_SIZE,
     ) -> None:
         self._policy = policy
         self._admission = admission
@@ -50,6 +54,7 @@ class Choice:
         self._queue_seconds = queue_seconds
         self._purse = purse
         self._spill_after_ms = spill_after_ms
+        self._queue_size = queue_size
         self._choices = 0
 
     @property
@@ -60,9 +65,22 @@ class Choice:
     def purse(self) -> Purse | None:
         return self._purse
 
-    @property
-    def queue_seconds(self) -> float:
-        return self._queue_seconds
+    def queue_seconds(self, plan: Plan) -> float:
+        """The longest that the request waits for a free node at a time."""
+        return plan.route.queue.timeout_seconds or self._queue_seconds
+
+    def standing(self, plan: Plan) -> Standing:
+        """With what right the request waits."""
+        route, caller, rules = plan.route, plan.request.caller, plan.route.queue
+        rank = PRIORITIES.index(caller.priority or rules.priority or Priority.NORMAL)
+        if plan.request.priority is not None:
+            rank = max(rank, PRIORITIES.index(plan.request.priority))  # a client may stand back, and not push forward
+        size = rules.size or self._queue_size
+        return Standing(route.name, route.local or "", caller.id, caller.weight, rank, size)
+
+    def outlook(self, plan: Plan) -> Outlook:
+        """What the queue would be for the request."""
+        return self._admission.outlook(self.standing(plan), self.queue_seconds(plan), asyncio.get_running_loop().time())
 
     async def rehearse(self, plan: Plan, attempts: int) -> list[Step]:
         """What `next` would give, one after the other, if every attempt failed and nothing else happened meanwhile.
@@ -98,7 +116,7 @@ class Choice:
                 return Step(free, len(ranked), _fallback(plan, free))
             if ranked and plan.overloaded is None:
                 step = Step(ranked[0], len(ranked), _fallback(plan, ranked[0]), waits=True)
-                plan.overloaded = _too_full()
+                plan.overloaded = self._too_full(plan, ranked)
                 return step
         return None
 
@@ -144,7 +162,7 @@ class Choice:
             if plan.spill_seconds is not None and job is not None:
                 predicted = self._policy.first_token_seconds(candidates, job)
                 if predicted is not None and predicted > plan.spill_seconds:
-                    raise _too_full()
+                    raise self._too_full(plan, candidates)
             return await self.among(plan, candidates)
         if self._purse is None:
             return await self.among(plan, candidates)
@@ -225,18 +243,41 @@ class Choice:
         """Raises `Overloaded` after as long as it may wait; at once where another tier was too full already."""
         if plan.overloaded is not None:
             raise plan.overloaded
-        began = time.perf_counter()
-        seconds = min(self._queue_seconds, plan.deadline - asyncio.get_running_loop().time())
-        if plan.spill_seconds is not None:
-            seconds = min(seconds, max(0.0, plan.spill_seconds - plan.trail.queued_seconds))
+        trail, began, let_in = plan.trail, time.perf_counter(), True
         try:
-            return await self._admission.wait(
-                lambda: plan.like(candidates), seconds, lambda now: self._first_free(plan, now), plan.job
+            slot = await self._admission.wait(
+                lambda: plan.like(candidates),
+                self._patience(plan),
+                lambda now: self._first_free(plan, now),
+                plan.job,
+                self.standing(plan),
             )
         except TimeoutError as error:
-            raise _too_full() from error
+            trail.queue_refusal = "timeout" if plan.spill_seconds is None else "spill"
+            raise self._too_full(plan, candidates) from error
+        except Overloaded as error:
+            trail.queue_refusal = error.reason if plan.spill_seconds is None else "spill"
+            let_in = not isinstance(error, QueueFull | Hopeless)
+            raise
         finally:
-            plan.trail.queued_seconds += time.perf_counter() - began
+            if let_in:
+                trail.queued_seconds += time.perf_counter() - began
+        trail.queue_refusal = ""
+        return slot
+
+    def _patience(self, plan: Plan) -> float:
+        """Seconds that the request may wait from now on."""
+        seconds = min(self.queue_seconds(plan), plan.deadline - asyncio.get_running_loop().time())
+        if plan.spill_seconds is not None:
+            seconds = min(seconds, max(0.0, plan.spill_seconds - plan.trail.queued_seconds))
+        return seconds
+
+    def _too_full(self, plan: Plan, candidates: list[Candidate]) -> Overloaded:
+        now = asyncio.get_running_loop().time()
+        return Overloaded(
+            "no node became free in time; try again later, or raise max_concurrency",
+            retry_after_seconds=self._admission.retry_after_seconds(self.standing(plan), candidates, now),
+        )
 
     def _first_free(self, plan: Plan, candidates: list[Candidate]) -> Candidate | None:
         """Where one that waits may go now. The policy hears of it at once, as it asks for the next one at once."""
@@ -290,10 +331,3 @@ def _busy_last(ranked: list[Candidate]) -> list[Candidate]:
         if candidate.node.penalty_until > now:
             return sorted(ranked, key=lambda candidate: candidate.node.penalty_until > now)
     return ranked
-
-
-def _too_full() -> Overloaded:
-    return Overloaded(
-        "no node became free in time; try again later, or raise max_concurrency",
-        retry_after_seconds=_QUEUE_RETRY_AFTER_SECONDS,
-    )

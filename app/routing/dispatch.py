@@ -71,6 +71,7 @@ class Dispatcher:
         """Who may be asked for it. Sends nothing. Raises `ModelNotFound`."""
         route = self._routes.resolve(request.model)
         trail.route, trail.num_ctx = route.name, route.num_ctx
+        trail.keep_alive_seconds = route.queue.keep_alive_seconds
         deadline = asyncio.get_running_loop().time() + self._request_seconds
         return Plan(request, route, self._registry, trail, deadline, self._pairs)
 

@@ -25,7 +25,8 @@ class Ended(NamedTuple):
     @property
     def status(self) -> int | None:
         """Of the answer; None when the client left before there was one. What breaks later does so after a 200."""
-        began = self.outcome is Outcome.OK or self.trail.first_content is not None
+        trail = self.trail
+        began = self.outcome is Outcome.OK or trail.first_content is not None or trail.kept_alive
         if began or isinstance(self.error, NodeFailure):
             return HTTPStatus.OK.value
         return None if self.error is None else self.error.status

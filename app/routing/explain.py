@@ -6,17 +6,19 @@ A document for people and JSON. Every reason has a `code` for programs and a `me
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from app.domain import MICRO_DOLLARS, Budget, Rate, Request, Role, tier_name
 from app.errors import HearthError, ModelNotFound
+from app.routing.admission import Outlook
 from app.routing.choice import Choice, Step
 from app.routing.dispatch import Dispatcher
 from app.routing.gate import NO_CLOUD, Quote
 from app.routing.obstacles import Obstacle
 from app.routing.plan import Plan
 from app.routing.policies.base import Terms
+from app.routing.queue import PRIORITIES
 from app.routing.registry import Candidate, Node, Registry
 from app.routing.routes import Route
 from app.routing.trail import Trail
@@ -64,7 +66,7 @@ class Explainer:
         quotes = await self._quotes(plan)
         rehearsed = self._plan(plan.request)
         steps = await self._choice.rehearse(rehearsed, self._max_attempts)
-        order = [self._step(steps, position) for position in range(len(steps))]
+        order = [self._step(plan, steps, position) for position in range(len(steps))]
         positions = {step.candidate.node: position for position, step in enumerate(steps, start=1)}
         terms = self._terms(plan)
         nodes = [
@@ -75,6 +77,7 @@ class Explainer:
             "nodes": nodes,
             "pairs": [_pair(*sides) for sides in plan.pairs()],
             "order": order,
+            "queue": _queue(self._choice.outlook(plan), steps, terms),
             "cloud": _cloud(plan, quotes),
             "error": None if steps else _error(nobody_left(rehearsed)),
         }
@@ -98,7 +101,7 @@ class Explainer:
             )
         }
 
-    def _step(self, steps: Sequence[Step], position: int) -> Document:
+    def _step(self, plan: Plan, steps: Sequence[Step], position: int) -> Document:
         """Only the first one's `fallback` is known: that of the others is how the one before fails."""
         step = steps[position]
         node = step.candidate.node
@@ -109,7 +112,7 @@ class Explainer:
             "model": step.candidate.model,
             "candidates": step.candidates,
             "fallback": (step.fallback or None) if known else "how_the_one_before_fails",
-            "waits_seconds_at_most": self._choice.queue_seconds if step.waits else None,
+            "waits_seconds_at_most": self._choice.queue_seconds(plan) if step.waits else None,
             "last_resort": step.last_resort,
         }
 
@@ -181,7 +184,29 @@ def _remarks(
 
 
 def _nothing(error: HearthError) -> Document:
-    return {"nodes": [], "pairs": [], "order": [], "cloud": None, "error": _error(error)}
+    return {"nodes": [], "pairs": [], "order": [], "queue": None, "cloud": None, "error": _error(error)}
+
+
+def _queue(outlook: Outlook, steps: Sequence[Step], terms: Mapping[Node, Terms]) -> Document:
+    """Whether the request would have to wait, and what for."""
+    standing, expected = outlook.standing, outlook.expected_seconds
+    first = steps[0] if steps else None
+    slot_seconds = terms.get(first.candidate.node, {}).get("slot_seconds", 0.0) if first is not None else 0.0
+    waits = first is not None and (first.waits or slot_seconds > 0)
+    if slot_seconds > 0 and (expected is None or not outlook.waiting):
+        expected = slot_seconds
+    return {
+        "waits": waits,
+        "refusal": outlook.refusal if waits else None,
+        "priority": PRIORITIES[standing.rank].value,
+        "weight": standing.weight,
+        "waiting": outlook.waiting,
+        "size": standing.size,
+        "ahead": outlook.ahead,
+        "served_per_second": None if outlook.per_second is None else round(outlook.per_second, 3),
+        "expected_seconds": round(expected, 3) if waits and expected is not None else None,
+        "seconds_at_most": outlook.seconds_at_most,
+    }
 
 
 def _route(route: Route) -> Document:

@@ -102,7 +102,9 @@ class Plan:
         """Who may be asked in the place of these local ones by now: perhaps also one that has come back meanwhile."""
         if candidates[0].node.spec.role is not Role.HYBRID:
             return self.open(candidates)
-        return self._fitting(self.local()) if self._fits(candidates[0]) else self.local()
+        if self._fits_everywhere or not self._fits(candidates[0]):
+            return self.local()
+        return self._fitting(self.local())
 
     def obstacles(self, node: Node) -> list[Obstacle]:
         """Why the node cannot be asked (any more); empty exactly when it can."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.domain import Budget
+from app.domain import NO_RULES, Budget, QueueRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class RouteSpec:
     )
     cloud_off: bool = False  # the operator wrote `"cloud": false`
     budget: Budget | None = None  # for its cloud requests
+    queue: QueueRules = NO_RULES
 
     def local_for(self, asked: str) -> str | None:
         """The model that local nodes are asked for when a client asks for `asked`; None = no local node is asked."""

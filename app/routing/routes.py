@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from app.domain import Budget
+from app.domain import NO_RULES, Budget, QueueRules
 from app.errors import ModelNotFound
 from app.routing.names import close_names, matches
 from app.routing.registry import Registry
@@ -27,6 +27,7 @@ class Route:
     num_ctx: int | None = None
     spill_after_ms: float | None = None
     budget: Budget | None = None  # for its cloud requests
+    queue: QueueRules = NO_RULES
 
 
 class Routes:
@@ -104,6 +105,7 @@ def _from_spec(spec: RouteSpec, asked: str) -> Route:
         num_ctx=spec.num_ctx,
         spill_after_ms=spec.spill_after_ms,
         budget=spec.budget,
+        queue=spec.queue,
     )
 
 

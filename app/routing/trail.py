@@ -28,6 +28,9 @@ class Trail:
     unpaid: tuple[str | None, str] | None = None  # why the cloud could not be paid: code, and words for the log
     candidates: int = 0  # how many could serve when it was chosen
     queued_seconds: float = 0.0
+    queue_refusal: str = ""  # why it got no place of those that it waited for, or would have
+    keep_alive_seconds: float | None = None  # the route's; None = as set for all
+    kept_alive: bool = False  # a status was sent before there was an answer
     first_content: float | None = None
     events: int = 0  # of a stream, that were sent on; each has about one token
     document_bytes: int = 0  # of an answer that is no stream

@@ -68,7 +68,13 @@ class Counts:
             *served,
         )
         self._queued = Spread(
-            "hearth_queue_seconds", "How long requests waited for a free node, of those that had to.", _QUEUE_BUCKETS
+            "hearth_queue_seconds",
+            "How long requests waited for a free node, of those that had to.",
+            _QUEUE_BUCKETS,
+            "route",
+        )
+        self._refused = Count(
+            "hearth_queue_refused_total", "Requests that got no place on a local node, by why.", "route", "reason"
         )
         self.families: tuple[Family, ...] = (
             self._requests,
@@ -85,6 +91,7 @@ class Counts:
             self._each_token,
             self._whole,
             self._queued,
+            self._refused,
         )
 
     def attempt(self, node: Node, record: AttemptRecord) -> None:
@@ -116,7 +123,9 @@ class Counts:
         if fallback:
             self._fallbacks.add((fallback,))
         if trail.queued_seconds:
-            self._queued.add((), trail.queued_seconds)
+            self._queued.add((trail.route,), trail.queued_seconds)
+        if trail.queue_refusal:
+            self._refused.add((trail.route, trail.queue_refusal))
         if trail.unpaid is not None:
             self._unpaid.add((trail.unpaid[0] or "",))
         if isinstance(ended.error, RateLimited):

@@ -58,6 +58,13 @@ def node_gauges(nodes: Registry, admission: Admission) -> tuple[Family, ...]:
             merge=own,
         ),
         Gauge("hearth_waiting", "Requests that wait for a free node.", source=lambda: [((), admission.waiting)]),
+        Gauge(
+            "hearth_queue_length",
+            "Requests that wait for a free node, by route and class.",
+            "route",
+            "priority",
+            source=lambda: [((route, priority), count) for route, priority, count in admission.lengths()],
+        ),
         Gauge("hearth_node_info", "1; the labels say what it is.", "node", "tier", "kind", source=info, merge=own),
         Gauge("hearth_node_state", "1 for the node's state, else 0.", "node", "state", source=many(_states), merge=own),
         Gauge(

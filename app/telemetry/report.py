@@ -55,6 +55,10 @@ class Reporter:
             fields["fallback"] = trail.fallback
         if trail.queued_seconds:
             fields["queued_ms"] = ms(trail.queued_seconds)
+        if trail.queue_refusal:
+            fields["queue_refusal"] = trail.queue_refusal
+        if trail.kept_alive:
+            fields["kept_alive"] = True
         if trail.first_content is not None:
             fields["first_content_ms"] = ms(trail.first_content - trail.started)
         if trail.usage is not None:

@@ -72,6 +72,7 @@ async def all_kinds(folder: Path, redis_url: str) -> Scraped:
                 "far": {"cloud": MODEL},
                 "poor": {"cloud": MODEL, "budget_usd": 0},
                 "m": {"local": "m", "cloud": MODEL},
+                "tight": {"local": "narrow", "local_only": True, "queue_size": 1},
             },
         )
         nodes = node_settings(ollama, vllm, vram_gb=24, max_concurrency=2)
@@ -109,10 +110,12 @@ async def _serve(hearth: Gateway, ollama: FakeOllama, vllm: FakeVLLM, cloud: Bil
     assert [(await hearth.chat("narrow", headers=bob)).status_code for _ in range(2)] == [200, 429]
     queued = await asyncio.gather(*(hearth.chat("narrow", headers=ada) for _ in range(5)))
     assert [answer.status_code for answer in queued] == [200] * 5
+    crowd = await asyncio.gather(*(hearth.chat("tight", headers=ada) for _ in range(4)))
+    assert sorted(answer.status_code for answer in crowd) == [200, 200, 200, 429]
     await _fail(hearth, vllm, cloud, ada)
     async with RawClient(hearth.url) as client:
         await client.send(b"{}")  # without a key
-    await until(lambda: len(hearth.lines.requests()) == 22, "all requests are counted")
+    await until(lambda: len(hearth.lines.requests()) == 26, "all requests are counted")
     await until(lambda: ollama.open == vllm.open == cloud.open == 0, "nothing runs")
 
 

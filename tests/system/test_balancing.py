@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from app.routing.admission import Admission
 from demo.httpd import Exchange, deliver, json_answer
 from tests.fakes import Behaviour, FakeCloud, FakeOllama, FakeVLLM, Model, On
 from tests.system.harness import Gateway, gateway, kind_of, node_settings, until
@@ -275,10 +274,10 @@ async def test_who_waits_is_served_in_the_order_of_coming() -> None:
             assert served == list(range(12))
 
 
-async def test_a_full_queue_is_told_at_once_and_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.main.Admission", partial(Admission, max_waiting=2))
+async def test_a_full_queue_is_told_at_once_and_when_to_come_back() -> None:
     async with FakeVLLM(models=["m"], first_seconds=30) as node:
-        async with gateway(local_nodes=node_settings(node, max_concurrency=1)) as hearth, _held(hearth, 3):
+        settings = {"local_nodes": node_settings(node, max_concurrency=1), "queue_size": 2}
+        async with gateway(**settings) as hearth, _held(hearth, 3):
             await until(lambda: _waiting(hearth, 2), "two wait")
 
             answer = await hearth.chat()

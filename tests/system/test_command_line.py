@@ -108,6 +108,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("keys create a --expires 2020-01-01", "in the future"),
         ("keys create a --budget-usd -1", "--budget-usd"),
         ("keys create a --budget-period year", "'month'"),
+        ("keys create a --weight 0", "weight"),
+        ("keys create a --priority top", "'high'"),
         ("keys create a --tokens-per-minute 0", "tokens_per_minute"),
         ("keys rotate nobody", "nobody"),
     ],

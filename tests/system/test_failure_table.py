@@ -371,6 +371,19 @@ async def _when_full(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
         return await _post(hearth, node)
 
 
+async def _when_the_queue_is_full(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
+    async with _held(hearth, node), RawClient(hearth.url) as waiting:
+        node.inferences.clear()
+        await waiting.ask()
+
+        async def full() -> bool:
+            told = await hearth.client.post("/admin/explain", content=GOOD, headers=JSON)
+            return bool(told.json()["queue"]["waiting"])
+
+        await until(full, "one waits")
+        return await _post(hearth, node)
+
+
 async def _when_down(hearth: Gateway, node: FakeVLLM) -> httpx.Response:
     node.behave(Behaviour.REFUSE)
     await hearth.state("n0", "down")
@@ -413,6 +426,7 @@ OWN_ANSWERS: Mapping[str, tuple[dict[str, Any], Ask]] = {
     ),
     "the body is not declared as JSON": ({}, lambda h, n: _post(h, n, content_type="text/plain")),
     "every node is full, for as long as a request may wait": ({"first_token_timeout": 0.2}, _when_full),
+    "every node is full, and too many requests wait already": ({"queue_size": 1}, _when_the_queue_is_full),
     "no node that serves the model is up": ({}, _when_down),
     "Hearth is shutting down": ({}, _when_closing),
     "the API key may not ask for this model": (KEPT, _with_a_key_for_another),

@@ -114,6 +114,8 @@ async def test_a_key_is_shown_with_all_but_its_secret(api: Keys, caplog: pytest.
         "budget_period": "day",
         "requests_per_minute": 3,
         "tokens_per_minute": 4,
+        "weight": 5,
+        "priority": "low",
         "expires_at": FUTURE,
     }
     made = await api.made(**fields)

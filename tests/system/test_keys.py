@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import pytest
+from sqlalchemy import text
 
-from app.domain import Budget, Caller, Period, Rate
+from app.domain import Budget, Caller, Period, Priority, Rate
 from app.errors import InvalidRequest, LedgerUnavailable, Unauthorized
 from app.fronts.auth import digest_of
 from app.ledger import keys, tables
@@ -147,6 +148,7 @@ async def test_a_change_touches_only_what_it_names(book: KeyBook) -> None:
         {"expires_at": NOON},
         {"budget_limit": -1},
         {"requests_per_minute": 0},
+        {"weight": 0},
         {"tokens_per_minute": 2**60},
     ],
     ids=str,
@@ -250,3 +252,22 @@ async def test_keys_made_at_the_same_time_are_all_known(book: KeyBook) -> None:
     made = await asyncio.gather(*(book.create(f"key {number}") for number in range(8)))
 
     assert all(caller(book, secret) for _, secret in made)
+
+
+async def test_keys_from_before_turns_were_fair_have_one_turn_each(database_url: str) -> None:
+    async with Store(database_url) as store:
+        _, secret = await KeyBook(store).create("old")
+        async with store.begin() as connection:
+            for column in ("weight", "priority"):
+                await connection.execute(text(f"ALTER TABLE keys DROP COLUMN {column}"))
+            await connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+
+    async with Store(database_url) as store:
+        book = KeyBook(store)
+        await book.refresh()
+        found = caller(book, secret)
+        _, new = await book.create("new", {"weight": 3, "priority": Priority.HIGH})
+
+        assert found is not None
+        assert (found.weight, found.priority) == (1, None)
+        assert caller(book, new) == Caller((await book.get("new")).id, "new", weight=3, priority=Priority.HIGH)

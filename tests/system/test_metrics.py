@@ -43,7 +43,7 @@ def scraped(valkey_server_url: str) -> Scraped:
 
 def test_it_is_true_of_requests(scraped: Scraped) -> None:
     total = "hearth_requests_total"
-    assert scraped.sum(total) == 22
+    assert scraped.sum(total) == 26
     assert scraped.sum(total, outcome="ok", tier="local", route="m") == 8
     assert scraped.sum(total, outcome="ok", tier="cloud", route="far", node="c0") == 3
     assert scraped.sum(total, outcome="refused", route="unrouted") == 3
@@ -55,14 +55,15 @@ def test_it_is_true_of_requests(scraped: Scraped) -> None:
 
 
 def test_it_is_true_of_times(scraped: Scraped) -> None:
-    counts = {"hearth_time_to_first_token_seconds": 17, "hearth_request_seconds": 17}
+    counts = {"hearth_time_to_first_token_seconds": 20, "hearth_request_seconds": 20}
     assert {name: scraped.sum(f"{name}_count") for name in counts} == counts
     assert (
         scraped.sum("hearth_time_per_output_token_seconds_sum", node="n0")
         / (scraped.sum("hearth_time_per_output_token_seconds_count", node="n0"))
         > 0.005
     )
-    assert 1 <= scraped.sum("hearth_queue_seconds_count") <= 3
+    assert 2 <= scraped.sum("hearth_queue_seconds_count") <= 4
+    assert scraped.sum("hearth_queue_refused_total", route="tight", reason="full") == 1
     assert scraped.sum("hearth_event_loop_lag_seconds_count") > 0
 
 

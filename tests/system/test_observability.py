@@ -214,6 +214,7 @@ async def test_an_answer_says_who_gave_it(stream: bool) -> None:
             "x-hearth-tier": "local",
             "x-hearth-attempts": "1",
             "x-hearth-model": "m:latest",
+            "x-hearth-queue-ms": "0",
         }
         assert headers["x-request-id"]
 

@@ -270,7 +270,7 @@ async def test_a_trace_of_foreign_characters_neither_breaks_the_request_nor_its_
 
 
 ANSWERED = {"date", "server", "content-type", "content-length", "x-request-id"}
-SERVED = {"x-hearth-node", "x-hearth-tier", "x-hearth-attempts", "x-hearth-model"}
+SERVED = {"x-hearth-node", "x-hearth-tier", "x-hearth-attempts", "x-hearth-model", "x-hearth-queue-ms"}
 STREAMED = {"transfer-encoding", "cache-control", "x-accel-buffering"}
 TALKATIVE = {
     "server": "engine/1.0",

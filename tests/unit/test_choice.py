@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from app.domain import ModelInfo, Operation, Request
+from app.domain import Caller, ModelInfo, Operation, Priority, QueueRules, Request
 from app.errors import Overloaded
 from app.routing.admission import Admission
 from app.routing.choice import Choice
 from app.routing.plan import Plan
 from app.routing.policies.shortest_expected_delay import ShortestExpectedDelay
+from app.routing.queue import PRIORITIES
 from app.routing.registry import Node, Registry
 from app.routing.routes import Route
 from app.routing.trail import Trail
@@ -59,3 +60,52 @@ async def test_whoever_has_waited_in_vain_leaves_no_promise_behind() -> None:
         attempt.succeed()
     house.nodes[0].draining = True
     assert (await house.choice.next(house.plan(10))).candidate.node in house.nodes[1:]
+
+
+# -- with what right a request waits
+
+
+@pytest.mark.parametrize(
+    ("key", "route", "asked", "stands"),
+    [
+        (None, None, None, "normal"),
+        (None, "high", None, "high"),
+        ("low", "high", None, "low"),
+        ("high", "low", None, "high"),
+        (None, None, "low", "low"),
+        (None, None, "high", "normal"),
+        ("high", None, "normal", "normal"),
+        ("low", None, "normal", "low"),
+    ],
+)
+async def test_the_key_goes_before_the_name_and_a_request_may_stand_back(
+    key: str | None, route: str | None, asked: str | None, stands: str
+) -> None:
+    house = _House()
+    plan = house.plan(10)
+    plan.request = plan.request._replace(
+        caller=Caller("k", weight=4, priority=Priority(key) if key else None),
+        priority=Priority(asked) if asked else None,
+    )
+    plan.route = Route("r", local="m", queue=QueueRules(size=7, priority=Priority(route) if route else None))
+
+    standing = house.choice.standing(plan)
+
+    assert PRIORITIES[standing.rank] == stands
+    assert (standing.route, standing.model, standing.key, standing.weight, standing.size) == ("r", "m", "k", 4, 7)
+
+
+async def test_a_name_may_say_how_long_its_requests_wait() -> None:
+    house = _House()
+    for _ in house.nodes:
+        await house.choice.next(house.plan(10))
+    plan = house.plan(10)
+    plan.route = Route("r", local="m", queue=QueueRules(timeout_seconds=0.2))
+    began = asyncio.get_running_loop().time()
+
+    with pytest.raises(Overloaded):
+        await house.choice.next(plan)
+
+    assert asyncio.get_running_loop().time() - began >= 0.2
+    assert plan.trail.queue_refusal == "timeout"
+    assert plan.trail.queued_seconds >= 0.19

@@ -270,7 +270,7 @@ async def test_a_place_that_falls_free_goes_to_the_first_who_can_use_it_and_leav
     order: list[str] = []
 
     async def wait(name: str, *candidates: Candidate) -> None:
-        slot = await admission.wait(lambda: candidates, 60)
+        slot = await admission.wait(lambda: list(candidates), 60)
         assert slot is not None
         order.append(f"{name}{slot.candidate.node.name}")
 

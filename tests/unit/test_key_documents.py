@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from app.domain import Period
+from app.domain import Period, Priority
 from app.errors import InvalidRequest
 from app.fronts import keys
 from app.fronts.auth import Doors, Keyring
@@ -36,6 +36,8 @@ def key(**traits: Any) -> Key:
         "budget_period": Period.MONTH,
         "requests_per_minute": None,
         "tokens_per_minute": None,
+        "weight": 1,
+        "priority": None,
         **traits,
     }
     return Key(**given)
@@ -48,6 +50,8 @@ def test_everything_that_can_be_chosen_is_read() -> None:
         budget_usd=1.5,
         budget_period="week",
         requests_per_minute=60,
+        weight=2,
+        priority="high",
         tokens_per_minute=1000,
         expires_at="2027-01-31T01:00:00.0005+01:00",
     )
@@ -59,6 +63,8 @@ def test_everything_that_can_be_chosen_is_read() -> None:
         "budget_limit": 1_500_000,
         "budget_period": Period.WEEK,
         "requests_per_minute": 60,
+        "weight": 2,
+        "priority": Priority.HIGH,
         "tokens_per_minute": 1000,
         "expires_at": 1_801_353_600_000,
     }
@@ -87,6 +93,9 @@ def test_money_is_exact_to_the_micro_dollar_both_ways(limit: int) -> None:
         {"expires_at": "2027-01-31"},
         {"expires_at": "2027-01-31T00:00:00"},
         {"requests_per_minute": True},
+        {"weight": 0},
+        {"weight": 1001},
+        {"priority": "top"},
         {"requests_per_minute": 1.5},
         {"tokens_per_minute": 2**31},
         {"routes": "m"},

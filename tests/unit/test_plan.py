@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.domain import Failure, Operation, Request, Role
 from app.errors import NodeFailure
 from app.routing.plan import Plan
@@ -78,3 +80,11 @@ def test_half_of_a_pair_is_not_asked_for_the_whole() -> None:
     _fail(plan, nodes.candidate(a), UNHEARD)
 
     assert _first(plan) == ["b"]
+
+
+def test_a_prompt_that_fits_everywhere_is_compared_with_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = nodes.node("a"), nodes.node("b")
+    plan = _plan(a, b)
+    monkeypatch.setattr("app.routing.plan.window", lambda *_: pytest.fail("it was compared"))
+
+    assert [each.node for each in plan.like(plan.local())] == [a, b]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from app import networks
 from app import setting_values as values
-from app.domain import Budget, NodeSpec, Period, Price, Rate, Role
+from app.declarations import ApiKey
+from app.domain import Budget, NodeSpec, Period, Price, Priority, QueueRules, Rate, Role
 from app.routing.route_spec import RouteSpec
 from app.settings import Settings, SettingsError, load_settings
 
@@ -210,6 +211,8 @@ def test_several_faults_are_one_line() -> None:
         ["--cloud-api-key", f"{KEY}é"],
         ["--api-keys", f'["{KEY} "x]'],
         ["--api-keys", f'["{KEY}", 1]'],
+        ["--api-keys", f'[{{"{KEY}": 2}}]'],
+        ["--api-keys", f'[{{"key": "{KEY}", "weight": 0}}]'],
         ["--cloud-providers", f'[{{"endpoint": "https://a", "api_key": "{KEY}", "api_key_env": "{KEY}"}}]'],
         ["--cloud-providers", f'[{{"endpoint": "https://a", "api_key": "{KEY}", "modell": 1}}]'],
         ["--database-url", f"user:{KEY}"],
@@ -380,8 +383,52 @@ def test_choices_are_taken_in_any_spelling() -> None:
 def test_keys_come_with_commas_or_as_json_each_once() -> None:
     settings = load_settings(["--api-keys", "a1, b2,,a1,", "--admin-keys", '["c3", ""]'])
 
-    assert [key.get_secret_value() for key in settings.api_keys] == ["a1", "b2"]
+    assert [key.secret for key in settings.api_keys] == ["a1", "b2"]
     assert [key.get_secret_value() for key in settings.admin_keys] == ["c3"]
+
+
+def test_a_key_may_say_what_it_means_where_its_requests_wait() -> None:
+    written = '["plain", {"key": "heavy", "weight": 3, "priority": "Low"}, {"key": "plain", "weight": 2}]'
+
+    assert load_settings(["--api-keys", written]).api_keys == (
+        ApiKey("plain", weight=2),
+        ApiKey("heavy", weight=3, priority=Priority.LOW),
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ('[{"weight": 2}]', "API_KEYS: key 1: has no key"),
+        ('[{"key": "a", "weight": 0}]', "API_KEYS: key 1: weight: 0 is not a whole number from 1 to 1000"),
+        ('["b", {"key": "a", "priority": "top"}]', "API_KEYS: key 2: priority: 'top' is not one of high, normal, low"),
+        ('[{"key": "a", "wieght": 2}]', "API_KEYS: key 1: has something else than key, weight, priority"),
+    ],
+)
+def test_faults_in_what_a_key_says_are_refused(written: str, said: str) -> None:
+    assert said in refusal("--api-keys", written)
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("0", 0), ("off", 0), ("15", 15), ("500ms", 0.5), ("1m", 60)])
+def test_streams_are_kept_alive_after_a_time_or_never(written: str, seconds: float) -> None:
+    assert load_settings(["--keep-alive-after", written]).keep_alive_after == seconds
+
+
+def test_a_time_below_zero_is_no_never() -> None:
+    assert "KEEP_ALIVE_AFTER: '-1' is not a time above 0" in refusal("--keep-alive-after", "-1")
+
+
+def test_requests_wait_as_long_as_for_a_first_token_unless_told_otherwise() -> None:
+    assert load_settings(["--first-token-timeout", "7"]).queue_seconds() == 7
+    assert load_settings(["--first-token-timeout", "7", "--queue-timeout", "3"]).queue_seconds() == 3
+
+
+def test_a_name_says_how_its_requests_wait() -> None:
+    written = '{"a": {"queue_size": 5, "queue_timeout": "30s", "priority": "high", "keep_alive_after": 0}, "b": "c"}'
+    own, plain = load_settings(["--model-map", written]).routes_config()
+
+    assert own.queue == QueueRules(5, 30.0, Priority.HIGH, 0.0)
+    assert plain.queue == QueueRules()
 
 
 def test_origins_are_compared_as_browsers_send_them() -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, tex
 
 from app.ledger.tables import metadata
 
-HEAD = "0001"
+HEAD = "0002"
 
 
 class NewerTables(Exception):
