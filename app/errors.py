@@ -6,8 +6,6 @@ dialect. `NodeFailure` is why one attempt failed; clients see it only inside the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from app.domain import Failure
 
 
@@ -134,12 +132,10 @@ class RateLimited(HearthError):
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
-    def __init__(
-        self, message: str, *, retry_after_seconds: float, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_seconds: float, header_lines: bytes = b"") -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-        self.headers = headers
+        self.header_lines = header_lines
 
 
 class SpendingRefused(HearthError):

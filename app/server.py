@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from app.fronts.asgi import Fixed
+from app.fronts.asgi import Lines
 from app.ports import DRAIN_SECONDS
 from app.settings import Settings
 
@@ -28,7 +28,7 @@ _TOO_LONG = (
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends an answer's head together with its first bytes, and takes one as it is that has `Fixed` headers.
+    """Sends an answer's head together with its first bytes, and takes one as it is whose headers are `Lines`.
 
     uvicorn writes the two one by one, which is two system calls and two packets, and searches every header twice for
     what is not allowed there.
@@ -39,23 +39,21 @@ class _Cycle(RequestResponseCycle):
     async def send(self, message: Any) -> None:
         if self._head:
             await self._send_first(message)
-        elif self.response_started or "fixed" not in message:
+        elif self.response_started or type(message.get("headers")) is not Lines:
             await super().send(message)
         elif not self.disconnected:
-            self._hold(message)
+            self._hold(message["status"], message["headers"])
 
-    def _hold(self, message: Any) -> None:
+    def _hold(self, status: int, headers: Lines) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        fixed: Fixed = message["fixed"]
-        head = [STATUS_LINE[message["status"]], fixed.lines]
-        for name, value in (*self.default_headers, *message["headers"][len(fixed.headers) :]):
+        head = [STATUS_LINE[status]]
+        for name, value in self.default_headers:
             head += (name, b": ", value, b"\r\n")
-            if name == b"content-length":
-                self.expected_content_length = int(value)
-                self.chunked_encoding = False
-        if self.chunked_encoding is None:
-            self.chunked_encoding = True
+        head.append(headers.lines)
+        self.chunked_encoding = headers.length is None
+        self.expected_content_length = headers.length or 0
+        if self.chunked_encoding:
             head.append(b"transfer-encoding: chunked\r\n")
         head.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         self._head = b"".join(head)

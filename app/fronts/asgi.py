@@ -6,9 +6,9 @@ import asyncio
 import random
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -21,19 +21,27 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
-class Fixed(NamedTuple):
-    """Headers that many answers begin with, and the same as lines: Hearth's own server writes these as they are.
+class Lines:
+    """Headers as the lines that they are on the wire, which Hearth's own server writes as they are.
 
-    An `http.response.start` has them under "fixed". It says by that that all its headers hold nothing that is not
-    allowed in one.
+    For every other they are pairs as it expects them. Whoever makes them sees to it that they hold nothing that is not
+    allowed in a header. `length` is that of the body, None = it comes in chunks.
     """
 
-    headers: Headers
-    lines: bytes
+    __slots__ = ("length", "lines")
 
-    @classmethod
-    def of(cls, headers: Headers) -> Fixed:
-        return cls(headers, b"".join([b"%b: %b\r\n" % header for header in headers]))
+    def __init__(self, lines: bytes, length: int | None = None) -> None:
+        self.lines = lines if length is None else lines + b"content-length: %d\r\n" % length
+        self.length = length
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        for line in self.lines.split(b"\r\n")[:-1]:
+            name, _, value = line.partition(b": ")
+            yield name, value
+
+
+def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")

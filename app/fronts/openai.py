@@ -22,14 +22,15 @@ from app.errors import (
 from app.fronts.asgi import (
     ClientGone,
     ClientWatch,
-    Fixed,
     Headers,
+    Lines,
     Message,
     Receive,
     Scope,
     Send,
     WatchStarts,
     headers_of,
+    lines_of,
     read_body,
     request_id,
     send_json,
@@ -53,7 +54,7 @@ PRIORITY = b"x-hearth-priority"
 _PRIORITIES = frozenset(priority.value for priority in Priority)
 _NOT_QUEUED = (b"x-hearth-queue-ms", b"0")
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-_EARLY = Fixed.of([(b"content-type", b"text/event-stream"), *_STREAM_HEADERS])
+_EARLY = lines_of([(b"content-type", b"text/event-stream"), *_STREAM_HEADERS])
 
 BeginSpan = Callable[[Mapping[bytes, bytes], Operation, str], RequestSpan | None]  # headers, what is asked, path
 
@@ -201,7 +202,7 @@ class _Exchange:
         self.error: HearthError | NodeFailure | None = None
         self.started = False
         self.counted_tokens = 0  # against the caller's limit, before anybody knew
-        self.limits: Headers = []  # how the caller stands
+        self.limits = b""  # how the caller stands, as lines of headers
         self._send = send
 
     async def relay(self, reply: Reply, watch: ClientWatch) -> None:
@@ -228,21 +229,15 @@ class _Exchange:
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _head(self, reply: Reply) -> Message:
-        trail, stream = self.trail, self.request is not None and self.request.stream
-        fixed = _fixed_headers(
-            reply.content_type, stream, trail.node, trail.tier, trail.tried, trail.model, not trail.queued_seconds
-        )
-        headers = [*fixed.headers, *self._own_headers()]
-        if not stream:
-            headers.append((b"content-length", b"%d" % len(reply.first)))
-        return {"type": "http.response.start", "status": 200, "headers": headers, "fixed": fixed}
+        stream = self.request is not None and self.request.stream
+        lines = _fixed_lines(reply.content_type, stream, *_who_served(self.trail)) + self._own_lines()
+        return _start(Lines(lines, None if stream else len(reply.first)))
 
     async def keep_alive(self) -> None:
         """Tells the client of a stream that its answer is still to come."""
         if not self.trail.kept_alive:
             self.trail.kept_alive = True
-            headers = [*_EARLY.headers, (b"x-request-id", self.id.encode()), *self.limits]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers, "fixed": _EARLY})
+            await self._send(_start(Lines(_EARLY + self._known_lines())))
         await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def ended(self, operation: Operation) -> Ended:
@@ -267,20 +262,25 @@ class _Exchange:
             await self._send({"type": "http.response.body", "body": data, "more_body": False})
             return
         if isinstance(error, RateLimited):
-            self.limits = list(error.headers)
-        headers = [*_server_headers(self.trail), *self._own_headers(), *error_headers(error)]
+            self.limits = error.header_lines
+        headers = [*_server_headers(self.trail), *Lines(self._own_lines()), *error_headers(error)]
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
         await send_json(self._send, error.status, error_document(error), headers)
 
-    def _own_headers(self) -> Headers:
-        """What no other answer has."""
-        headers = [(b"x-request-id", self.id.encode())]
+    def _own_lines(self) -> bytes:
+        """The headers that no other answer has."""
         if self.trail.fallback or self.trail.queued_seconds:
-            headers += _late_headers(self.trail)
-        if self.limits:
-            headers += self.limits
-        return headers
+            return self._known_lines() + lines_of(_late_headers(self.trail))
+        return self._known_lines()
+
+    def _known_lines(self) -> bytes:
+        """Those that are known before there is an answer."""
+        return b"x-request-id: %b\r\n%b" % (self.id.encode(), self.limits)
+
+
+def _start(headers: Lines) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 def _shutting_down() -> Unavailable:
@@ -350,25 +350,28 @@ def _server_headers(trail: Trail) -> Headers:
     """Who was asked last, if anybody, and that the request did not wait for it, if it did not."""
     if not trail.node:
         return [_NOT_QUEUED] if trail.routed and not trail.queued_seconds else []
-    at_once = not trail.queued_seconds
-    return _fixed_headers(b"", False, trail.node, trail.tier, trail.tried, trail.model, at_once).headers[1:]
+    return _fixed_headers(*_who_served(trail))
+
+
+def _who_served(trail: Trail) -> tuple[str, int, int, str, bool]:
+    return trail.node, trail.tier, trail.tried, trail.model, not trail.queued_seconds
 
 
 @lru_cache(maxsize=1024)
-def _fixed_headers(
-    content_type: bytes, stream: bool, node: str, tier: int, tried: int, model: str, at_once: bool
-) -> Fixed:
-    """Of an answer from this node: its type, who served it, and perhaps that it was not waited for."""
+def _fixed_lines(content_type: bytes, stream: bool, *who_served: *tuple[str, int, int, str, bool]) -> bytes:
+    """What many answers begin with."""
+    headers = [(b"content-type", content_type), *_fixed_headers(*who_served)]
+    return lines_of([*headers, *_STREAM_HEADERS] if stream else headers)
+
+
+def _fixed_headers(node: str, tier: int, tried: int, model: str, at_once: bool) -> Headers:
     headers = [
-        (b"content-type", content_type),
         (b"x-hearth-node", _header(node)),
         (b"x-hearth-tier", tier_name(tier).encode()),
         (b"x-hearth-attempts", b"%d" % tried),
         (b"x-hearth-model", _header(model)),
     ]
-    if at_once:
-        headers.append(_NOT_QUEUED)
-    return Fixed.of([*headers, *_STREAM_HEADERS] if stream else headers)
+    return [*headers, _NOT_QUEUED] if at_once else headers
 
 
 @lru_cache(maxsize=1024)

@@ -8,8 +8,6 @@ from app.domain import Rate, Request, Usage
 from app.errors import RateLimited
 from app.sharing.limits import Limits, Verdict
 
-Headers = list[tuple[bytes, bytes]]
-
 _SMALL_BYTES = 16 * 1024
 _BYTES = 4  # a token has about so many
 
@@ -21,13 +19,13 @@ class Turnstile:
         self._limits = limits
         self._estimate = estimate
 
-    def enter(self, request: Request, rate: Rate) -> tuple[int, Headers]:
-        """The tokens that were counted for it, and what to tell the client. Raises `RateLimited`."""
+    def enter(self, request: Request, rate: Rate) -> tuple[int, bytes]:
+        """The tokens that were counted for it, and headers for the client, as lines. Raises `RateLimited`."""
         tokens = 0 if rate.tokens_per_minute is None else self._tokens(request)
         verdict = self._limits.take(request.caller.id, rate, tokens)
         if not verdict.allowed:
             raise _limited(verdict)
-        return tokens, verdict.headers()
+        return tokens, verdict.header_lines()
 
     def _tokens(self, request: Request) -> int:
         """About how many the prompt has; of a small body its length tells enough."""
@@ -45,5 +43,5 @@ def _limited(verdict: Verdict) -> RateLimited:
     return RateLimited(
         f"this API key may use {limit} {verdict.why} a minute; try again in {verdict.retry_after_seconds:.1f} s",
         retry_after_seconds=verdict.retry_after_seconds,
-        headers=verdict.headers(),
+        header_lines=verdict.header_lines(),
     )

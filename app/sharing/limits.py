@@ -13,8 +13,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import orjson
@@ -30,7 +29,7 @@ _CALLERS = 10_000
 _PUBLISH_SECONDS = 0.1
 _CHANNEL = "hearth:limits"
 _REQUESTS, _TOKENS = (
-    tuple(b"x-ratelimit-%b-%b" % (what, of) for what in (b"limit", b"remaining", b"reset"))
+    b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n" % ((of,) * 3)
     for of in (b"requests", b"tokens")
 )
 
@@ -57,11 +56,11 @@ class Verdict(NamedTuple):
     def remaining_tokens(self) -> int:
         return _remaining(self.limit_tokens, self.reset_tokens_seconds)
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The `x-ratelimit-*` headers, in OpenAI's form."""
+    def header_lines(self) -> bytes:
+        """The `x-ratelimit-*` headers, in OpenAI's form, each with its line break."""
         _, _, _, requests, requests_seconds, tokens, tokens_seconds = self
-        found = [] if requests is None else _headers(_REQUESTS, requests, requests_seconds)
-        return found if tokens is None else found + _headers(_TOKENS, tokens, tokens_seconds)
+        lines = b"" if requests is None else _lines(_REQUESTS, requests, requests_seconds)
+        return lines if tokens is None else lines + _lines(_TOKENS, tokens, tokens_seconds)
 
 
 FREE = Verdict(True)
@@ -203,16 +202,10 @@ def _remaining(limit: int | None, level_seconds: float) -> int:
     return left if left > 0 else 0
 
 
-def _headers(names: Sequence[bytes], limit: int, reset: float) -> list[tuple[bytes, bytes]]:
+def _lines(form: bytes, limit: int, reset: float) -> bytes:
     ms = math.ceil(reset * 1000 - 1e-6)
     when = b"%dms" % ms if 0 < ms < 1000 else duration(reset).encode()
-    limited, remaining, resets = names
-    return [_limited(limited, limit), (remaining, b"%d" % _remaining(limit, reset)), (resets, when)]
-
-
-@lru_cache(maxsize=256)
-def _limited(name: bytes, limit: int) -> tuple[bytes, bytes]:
-    return name, b"%d" % limit
+    return form % (limit, _remaining(limit, reset), when)
 
 
 def duration(seconds: float) -> str:

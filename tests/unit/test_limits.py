@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.domain import Rate
+from app.fronts.asgi import Lines
 from app.sharing.limits import Limits, duration
 from tests.system.harness import until
 from tests.unit.meters import linked
@@ -42,7 +43,7 @@ def test_a_caller_without_limits_is_always_allowed_and_has_no_headers() -> None:
     verdict = Limits().take("a", Rate(), 10**9)
 
     assert verdict.allowed
-    assert verdict.headers() == []
+    assert verdict.header_lines() == b""
 
 
 def test_callers_do_not_share() -> None:
@@ -91,7 +92,7 @@ def test_limits_of_nothing_let_nothing_through() -> None:
 
 
 def test_headers_are_openais() -> None:
-    headers = dict(Limits(clock=_Clock()).take("a", Rate(3, 1000), 100).headers())
+    headers = dict(Lines(Limits(clock=_Clock()).take("a", Rate(3, 1000), 100).header_lines()))
 
     assert headers == {
         b"x-ratelimit-limit-requests": b"3",
