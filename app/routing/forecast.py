@@ -23,6 +23,7 @@ _MODELS = 512  # of which demand is remembered
 _LATE = 2.0  # times the expected time to the first token
 _LATE_SECONDS = 0.05
 _MISS_TOKENS = 256  # believed to be cached: from here on a miss can be told from a hit
+_MISS_SHARE = 0.5  # of those, that a node must have had at least
 _BELIEVED_SHARE = 0.5  # of the whole time, that a node's own timings must explain
 
 
@@ -159,7 +160,8 @@ class Forecast:
 
     def _crowd(self, seat: Seat, room: float, now: float) -> None:
         work = seat.work
-        there = len(work.bookings)
+        foreign = work.node.foreign
+        there = len(work.bookings) + foreign
         if not there:
             seat.decode_s, seat.press, seat.rest = seat.alone_s, 0.0, 0.0
             return
@@ -167,7 +169,8 @@ class Forecast:
         beside = there if room > 0 else max(0, there - 1)
         seat.decode_s = seat.alone_s * (1 + crowding * beside)
         seat.press = beside * crowding / (1 + crowding * max(0, beside - 1))
-        seat.rest = sum([booking.left(now) for booking in work.bookings]) / there
+        left = sum([booking.left(now) for booking in work.bookings])
+        seat.rest = (left + foreign * work.foreign_left(now) if foreign else left) / there
 
     def _load(self, seat: Seat, now: float) -> None:
         seat.cold = False
@@ -305,7 +308,7 @@ class Forecast:
         if booking.job.stream:
             booking.running_before = work.tick(now)
             work.running += 1
-            if work.node.spec.max_concurrency is None:
+            if not work.tells_slots:
                 grown = self._learn_slots(booking, now)
             self._learn_first(booking, now)
         elif carried and seat.loading is not None:
@@ -330,6 +333,8 @@ class Forecast:
         seat.loading = None
         if took > _LATE * booking.expected_first + _LATE_SECONDS and work.ended_at > booking.placed:
             took = now - work.ended_at  # it waited for a slot until then
+        if seat.tells_reading:
+            return
         read = booking.fresh
         if booking.hit >= _MISS_TOKENS and seat.speed.prefill.known:
             with_hit, without = booking.fresh * seat.prefill_s, (booking.fresh + booking.hit) * seat.prefill_s
@@ -372,7 +377,7 @@ class Forecast:
         if booking not in work.bookings:
             return
         work.ended_at = now
-        if work.node.spec.max_concurrency is None:
+        if not work.tells_slots:
             alike = len([other for other in work.bookings if other.runs and other.seat is seat])
             work.ended_alike = (seat.model, alike)
         total = work.tick(now)
@@ -399,16 +404,19 @@ class Forecast:
         seat.demand.answered(tokens, job.limit)
         seat.demand.read(job.characters, usage.prompt_tokens)
         believed = _believable(timings, now - booking.placed)
+        if timings is not None and timings.read is not None:
+            seat.tells_reading = True  # better than what is measured from here, with waits and all
+            _learn_reading(booking, timings)
         if booking.job.stream and booking.began is not None:
             seconds = now - booking.began
-            others = (total - booking.running_before) / seconds - 1 if seconds > 0 else 0.0
+            others = (total - booking.running_before) / seconds - 1 + seat.work.node.foreign if seconds > 0 else 0.0
             if believed is not None and believed.decode is not None:
                 seconds = believed.decode
             seat.speed.decoded(tokens - 1, seconds, max(0.0, others))
         elif believed is not None and believed.decode is not None:
             seat.speed.decoded(tokens, believed.decode, max(0, len(seat.work.bookings) - 1))
-            if believed.prefill is not None:
-                seat.speed.prefilled(usage.prompt_tokens - usage.cached_tokens - booking.hit, believed.prefill)
+            if believed.prefill is not None and not seat.tells_reading:
+                seat.speed.prefilled(usage.prompt_tokens - (usage.cached_tokens or booking.hit), believed.prefill)
         elif not booking.waited_for_load:
             seconds = now - booking.placed - booking.fresh * seat.prefill_s
             seat.speed.decoded(tokens, seconds, max(0, len(seat.work.bookings) - 1))
@@ -490,9 +498,21 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
     return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 
+def _learn_reading(booking: Booking, timings: Timings) -> None:
+    """From an engine that says how much it read itself, and how much it had."""
+    seat = booking.seat
+    if timings.read is not None and timings.prefill is not None:
+        seat.speed.prefilled(timings.read, timings.prefill)
+    if timings.cached is not None and booking.hit >= _MISS_TOKENS:
+        if timings.cached < _MISS_SHARE * booking.hit:
+            seat.held.missed()
+        else:
+            seat.held.had()
+
+
 def _believable(timings: Timings | None, whole: float) -> Timings | None:
     """Some servers that speak Ollama's API send durations that mean nothing."""
     if timings is None:
         return None
-    told = sum(part for part in timings if part is not None)
+    told = sum(part for part in (timings.load, timings.prefill, timings.decode) if part is not None)
     return timings if _BELIEVED_SHARE * whole <= told <= whole * 1.1 + _LATE_SECONDS else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from heapq import heapify, heapreplace
+from math import inf
 from typing import TYPE_CHECKING
 
 from app.routing.demand import Demand
@@ -26,7 +27,9 @@ _OVERDUE = 0.25  # of the expected time, that what should be over still takes
 _SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
 _LATE_SECONDS = 0.05
 _FITS, _UNCERTAIN, _HARDLY = 0.0, 0.5, 0.9  # chances that a load drives another model out
+_AHEAD = 64  # of those who wait for a node, that are looked at one by one
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
+_FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
 
 class Loading:
@@ -97,6 +100,8 @@ class Work:
         "bookings",
         "ended_alike",
         "ended_at",
+        "foreign_seconds",
+        "foreign_until",
         "incarnation",
         "load_over",
         "node",
@@ -126,6 +131,8 @@ class Work:
         self.running_sum = 0.0  # streams x seconds
         self.running_at = now
         self.ended_at = 0.0
+        self.foreign_until: float | None = None  # when requests that came by another way should be over
+        self.foreign_seconds = _FOREIGN_SECONDS
         self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
         self.together_max = 1  # most models seen in memory at once
         self.turned_out_at: int | None = None  # so many were too many
@@ -202,28 +209,56 @@ class Work:
 
     # -- slots
 
+    def heard(self) -> None:
+        """The engine has said how busy it is."""
+        self.version += 1
+        self.foreign_until = None
+        load = self.node.engine
+        if load is not None and load.running is not None and load.slots is None:
+            self.slots.heard(load.running, load.waiting or 0)
+
+    def foreign_left(self, now: float) -> float:
+        """Seconds until a request that came by another way should be over: they take as long as Hearth's own."""
+        if self.foreign_until is None:
+            seconds = [seat.demand.length(None) * seat.decode_s for seat in self.seats.values() if seat.decode_s]
+            self.foreign_seconds = max(seconds, default=_FOREIGN_SECONDS)
+            self.foreign_until = now + self.foreign_seconds
+        return max(self.foreign_until - now, _OVERDUE * self.foreign_seconds)
+
+    @property
+    def tells_slots(self) -> bool:
+        """Whether there is nothing to find out: its operator or the engine says how many requests it works on."""
+        engine = self.node.engine
+        return self.node.spec.max_concurrency is not None or (engine is not None and engine.slots is not None)
+
     def room(self, seat: Seat, *, guessed: bool = True) -> float:
         """Requests that could start on the seat at once; none or less when it is full.
 
         Without what is `guessed`, only what the operator says or requests have shown counts.
         """
-        given = self.node.spec.max_concurrency
-        busy = self.node.in_flight_everywhere
+        node = self.node
+        given, busy = node.spec.max_concurrency, node.in_flight_everywhere
+        told = inf if node.engine is None or node.engine.slots is None else node.engine.slots - busy - node.foreign
         if given is not None:
-            return given - busy
-        return min(self.slots.limit(guessed) - busy, seat.slots.limit(guessed) - seat.count)
+            return min(given - busy, told)
+        if told < inf:
+            return told
+        return min(self.slots.limit(guessed) - busy - node.foreign, seat.slots.limit(guessed) - seat.count)
 
     def wait(self, room: float, now: float) -> float:
         """Seconds until one more request could start, with so much `room`, after those that wait for the node now."""
-        ends = sorted(booking.left(now) for booking in self.bookings)
-        limit = max(1, int(self.node.in_flight_everywhere + room))
+        foreign = self.node.foreign
+        ends = [booking.left(now) for booking in self.bookings]
+        limit = max(1, int(self.node.in_flight_everywhere + foreign + room))
+        if foreign:
+            ends += [self.foreign_left(now)] * min(foreign, limit)
+        ends.sort()
         ends = ends[-limit:] + [0.0] * (limit - len(ends))
         heapify(ends)
-        for place, seconds in enumerate(self.promised.values()):
-            if place >= 64:
-                return ends[0] + sum(list(self.promised.values())[64:]) / limit
+        ahead = [self.foreign_seconds] * (foreign - limit) + list(self.promised.values())
+        for seconds in ahead[:_AHEAD]:
             heapreplace(ends, ends[0] + seconds)
-        return ends[0]
+        return ends[0] + sum(ahead[_AHEAD:]) / limit
 
     def tick(self, now: float) -> float:
         """Streams x seconds so far."""
@@ -270,6 +305,7 @@ class Seat:
         "slot_wait",
         "slots",
         "speed",
+        "tells_reading",
         "toll",
         "used_at",
         "version",
@@ -284,6 +320,7 @@ class Seat:
         self.size = size
         self.held = Held(work.number)
         self.speed = Speed()
+        self.tells_reading = False  # the engine says how much of a prompt it read, and how long that took
         self.slots = Slots(careful=work.careful)
         self.count = 0  # requests on it
         self.loading: Loading | None = None

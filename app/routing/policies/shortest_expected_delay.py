@@ -156,6 +156,8 @@ class ShortestExpectedDelay(Policy):
 
     def _promise(self, job: Job, seat: Seat, service: float) -> None:
         job.seat, job.wait_for = seat, service
+        if seat.work.node.foreign:
+            self.forecast.on_look(seat.work.node)  # nobody else will say when those are over
         self.renew(job)
 
     def renew(self, job: Job) -> None:
