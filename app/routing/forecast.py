@@ -191,7 +191,7 @@ class Forecast:
             other.loading.left(now) for other in work.seats.values() if other.loading is not None
         )
         seat.share = seat.demand.ahead(now, load * _HORIZON_LOADS)
-        chance = work.chance_of_eviction(seat.size)
+        chance = work.chance_of_eviction(seat.takes)
         victim = work.victim(seat) if chance else None
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
@@ -405,7 +405,6 @@ class Forecast:
         seat.demand.read(job.characters, usage.prompt_tokens)
         believed = _believable(timings, now - booking.placed)
         if timings is not None and timings.read is not None:
-            seat.tells_reading = True  # better than what is measured from here, with waits and all
             _learn_reading(booking, timings)
         if booking.job.stream and booking.began is not None:
             seconds = now - booking.began
@@ -429,12 +428,12 @@ class Forecast:
         return seat, loading
 
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
-        victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.size) else None
+        victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.takes) else None
         seat.loading = loading
         if victim is not None:
             victim.doubted_until = now + DOUBT_SECONDS
             if any(booking.seat is not seat for booking in seat.work.bookings):
-                loading.blocks = seat.work.chance_of_eviction(seat.size)
+                loading.blocks = seat.work.chance_of_eviction(seat.takes)
             self.on_look(seat.work.node)
         seat.work.version += 1
 
@@ -501,6 +500,9 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
 def _learn_reading(booking: Booking, timings: Timings) -> None:
     """From an engine that says how much it read itself, and how much it had."""
     seat = booking.seat
+    if not seat.tells_reading:
+        seat.tells_reading = True
+        seat.speed.prefill = speeds.Ratio()  # what was measured from here has waits in it
     if timings.read is not None and timings.prefill is not None:
         seat.speed.prefilled(timings.read, timings.prefill)
     if timings.cached is not None and booking.hit >= _MISS_TOKENS:

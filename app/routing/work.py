@@ -11,6 +11,7 @@ from heapq import heapify, heapreplace
 from math import inf
 from typing import TYPE_CHECKING
 
+from app.domain import GIB, LoadedModel
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.prefixes import Held
@@ -160,7 +161,7 @@ class Work:
             return 0.0
         vram = self.node.spec.vram_gb
         if vram is not None and size:
-            return _FITS if size + self._bytes(there) <= vram * 1e9 else 1.0
+            return _FITS if size + self._bytes(there) <= vram * GIB else 1.0
         if self.turned_out_at is not None and count >= self.turned_out_at:
             return 1.0
         if count <= self.together_max:
@@ -168,9 +169,14 @@ class Work:
         return _UNCERTAIN if count <= _USUAL_MODELS else _HARDLY
 
     def _bytes(self, models: Iterable[str]) -> float:
+        """What they take: as the node says, or said when it last had them, else what their files have."""
         loaded = self.node.loaded or {}
-        sizes = [(loaded[model].vram_bytes or 0) if model in loaded else 0 for model in models]
-        return float(sum(sizes))
+        return sum([self._taken(loaded.get(model), self.seats.get(model)) for model in models])
+
+    def _taken(self, loaded: LoadedModel | None, seat: Seat | None) -> float:
+        if loaded is not None and loaded.vram_bytes is not None:
+            return loaded.vram_bytes
+        return 0.0 if seat is None else seat.takes
 
     def others(self, seat: Seat) -> list[Seat]:
         """The models that are in memory or on their way, beside this one."""
@@ -186,6 +192,8 @@ class Work:
         self.version += 1
         self.together_max = max(self.together_max, len(there))
         for seat in self.seats.values():
+            if seat.model in there and (taken := (self.node.loaded or {})[seat.model].vram_bytes):
+                seat.taken = taken
             if seat.model not in there and seat.warm_before and not seat.warm:
                 seat.demand.prefixes.forget(seat.held)  # it was unloaded
             seat.warm_before = seat.warm
@@ -305,6 +313,7 @@ class Seat:
         "slot_wait",
         "slots",
         "speed",
+        "taken",
         "tells_reading",
         "toll",
         "used_at",
@@ -318,6 +327,7 @@ class Seat:
         self.model = model
         self.demand = demand
         self.size = size
+        self.taken: int | None = None  # bytes of video memory, when the node last had it there
         self.held = Held(work.number)
         self.speed = Speed()
         self.tells_reading = False  # the engine says how much of a prompt it read, and how long that took
@@ -346,6 +356,11 @@ class Seat:
         return self.confirmed is loaded or any(
             booking.seat is self and booking.began is not None for booking in self.work.bookings
         )
+
+    @property
+    def takes(self) -> float:
+        """Bytes of memory; 0 = unknown. It may be more than the file has, or less where a CPU has a part."""
+        return self.taken or self.size
 
     @property
     def power(self) -> float:

@@ -223,7 +223,7 @@ class ShortestExpectedDelay(Policy):
         seat, now = self.forecast.seat(candidate), self.forecast.clock()
         if seat.warm or seat.loading is not None or now > until:
             work.wanted = None
-        elif not (work.bookings and work.chance_of_eviction(seat.size)) and self._free(seat, job, now):
+        elif not (work.bookings and work.chance_of_eviction(seat.takes)) and self._free(seat, job, now):
             work.wanted = None
             self.start_load(candidate, job)
 
