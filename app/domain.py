@@ -149,6 +149,7 @@ class NodeSpec:
     max_concurrency: int | None = None
     vram_gb: float | None = None
     num_ctx: int | None = None
+    preload: tuple[str, ...] = ()  # models to load whenever it comes up
     role: Role = Role.HYBRID
     tier: int = LOCAL_TIER
     default_model: str | None = None  # cloud only: asked for when a route names no cloud model

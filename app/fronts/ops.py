@@ -36,6 +36,7 @@ def node_view(node: Node) -> dict[str, Any]:
         "engine": None if node.engine is None else {**node.engine._asdict(), "foreign": node.foreign},
         "max_concurrency": node.spec.max_concurrency,
         "weight": node.spec.weight,
+        "preload": list(node.spec.preload),
         "models": sorted(node.models) if node.models is not None else None,
         "loaded": {name: _loaded(node, name) for name in node.loaded} if node.loaded is not None else None,
     }
