@@ -160,7 +160,7 @@ class Forecast:
 
     def _crowd(self, seat: Seat, room: float, now: float) -> None:
         work = seat.work
-        foreign = work.node.foreign
+        foreign = work.foreign_streams
         there = len(work.bookings) + foreign
         if not there:
             seat.decode_s, seat.press, seat.rest = seat.alone_s, 0.0, 0.0
@@ -408,7 +408,7 @@ class Forecast:
             _learn_reading(booking, timings)
         if booking.job.stream and booking.began is not None:
             seconds = now - booking.began
-            others = (total - booking.running_before) / seconds - 1 + seat.work.node.foreign if seconds > 0 else 0.0
+            others = (total - booking.running_before) / seconds - 1 + seat.work.foreign_streams if seconds > 0 else 0.0
             if believed is not None and believed.decode is not None:
                 seconds = believed.decode
             seat.speed.decoded(tokens - 1, seconds, max(0.0, others))

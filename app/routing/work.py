@@ -234,6 +234,12 @@ class Work:
         return max(self.foreign_until - now, _OVERDUE * self.foreign_seconds)
 
     @property
+    def foreign_streams(self) -> int:
+        """Requests that came by another way and run, as far as the engine tells them from those that wait."""
+        engine = self.node.engine
+        return 0 if engine is None else min(self.node.foreign, engine.running or 0)
+
+    @property
     def tells_slots(self) -> bool:
         """Whether there is nothing to find out: its operator or the engine says how many requests it works on."""
         engine = self.node.engine
