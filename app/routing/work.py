@@ -259,6 +259,18 @@ class Work:
             return told
         return min(self.slots.limit(guessed) - busy - node.foreign, seat.slots.limit(guessed) - seat.count)
 
+    def has_room(self, seat: Seat, waited: float, *, guessed: bool = True) -> bool:
+        """Whether one more request may go there, which has `waited` for so many seconds.
+
+        Who has waited for as long as requests of others take, takes its turn in the engine's queue: these would take
+        every slot that falls free before Hearth could.
+        """
+        room, node = self.room(seat, guessed=guessed), self.node
+        if node.foreign and waited > self.foreign_seconds:
+            given = node.spec.max_concurrency
+            room = min(room + node.foreign, inf if given is None else given - node.in_flight_everywhere)
+        return room > len(self.promised)
+
     def wait(self, room: float, now: float) -> float:
         """Seconds until one more request could start, with so much `room`, after those that wait for the node now."""
         foreign = self.node.foreign

@@ -124,6 +124,39 @@ def test_an_engine_with_requests_of_others_is_looked_at_while_somebody_waits_for
     assert bench.rank(job()) == ["n0"]
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("load", [EngineLoad(running=2, waiting=9, slots=2), EngineLoad(running=2, waiting=9)])
+def test_others_who_never_end_do_not_shut_hearth_out(nodes: int, load: EngineLoad) -> None:
+    """Their queue in the engine takes every slot that falls free before Hearth could; or the engine counts wrongly."""
+    bench = Bench(*[{}] * nodes, kind="vllm")
+    bench.serve(0, job(), first=0.1, whole=2)
+    for place in range(nodes):
+        seat(bench, place)
+        tell(bench, place, load)
+    waiting = job()
+    assert bench.rank(waiting) == []
+
+    bench.clock.now += 30
+    bench.policy.look_again([waiting])
+    for place in range(nodes):
+        tell(bench, place, load)
+
+    assert bench.rank(waiting)
+
+
+def test_the_operators_limit_holds_however_long_somebody_has_waited() -> None:
+    bench = Bench({"max_concurrency": 1}, kind="llamacpp")
+    bench.send(0, job())
+    tell(bench, 0, EngineLoad(running=3, slots=2), own=1)
+    waiting = job()
+    bench.rank(waiting)
+
+    bench.clock.now += 30
+    bench.policy.look_again([waiting])
+
+    assert bench.rank(waiting) == []
+
+
 def test_an_engine_that_says_nothing_any_more_has_no_requests_of_others() -> None:
     bench = Bench({}, kind="llamacpp")
     tell(bench, 0, EngineLoad(running=2, slots=2))

@@ -121,7 +121,7 @@ class ShortestExpectedDelay(Policy):
     def _only(self, candidates: list[Candidate], job: Job, now: float) -> list[Candidate]:
         seat = self.forecast.seat(candidates[0])
         # With nowhere else to go, only a limit that is known is a reason to wait here rather than there.
-        if seat.work.room(seat, guessed=False) > len(seat.work.promised):
+        if seat.work.has_room(seat, now - job.since, guessed=False):
             return candidates
         self._promise(job, seat, 1.0)
         return []
@@ -139,7 +139,7 @@ class ShortestExpectedDelay(Policy):
 
     def _free(self, seat: Seat, job: Job, now: float) -> bool:
         """Whether a request would start on it at once, or make it load."""
-        if seat.work.room(seat) <= len(seat.work.promised):
+        if not seat.work.has_room(seat, now - job.since):
             return False
         loading = seat.loading
         if now < seat.doubted_until:
