@@ -404,8 +404,8 @@ class Forecast:
         seat.demand.answered(tokens, job.limit)
         seat.demand.read(job.characters, usage.prompt_tokens)
         believed = _believable(timings, now - booking.placed)
-        if timings is not None and timings.read is not None:
-            _learn_reading(booking, timings)
+        if timings is not None and (timings.read is not None or seat.tells_reading):
+            _learn_reading(booking, timings, usage)
         if booking.job.stream and booking.began is not None:
             seconds = now - booking.began
             others = (total - booking.running_before) / seconds - 1 + seat.work.foreign_streams if seconds > 0 else 0.0
@@ -497,16 +497,18 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
     return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 
-def _learn_reading(booking: Booking, timings: Timings) -> None:
-    """From an engine that says how much it read itself, and how much it had."""
+def _learn_reading(booking: Booking, timings: Timings, usage: Usage) -> None:
+    """From an engine that says how much it read itself, and how much it had; where it does not this time, nothing."""
     seat = booking.seat
+    cached = usage.cached_tokens if timings.cached is None else timings.cached
+    read = usage.prompt_tokens - cached if timings.read is None else timings.read
     if not seat.tells_reading:
         seat.tells_reading = True
         seat.speed.prefill = speeds.Ratio()  # what was measured from here has waits in it
-    if timings.read is not None and timings.prefill is not None:
-        seat.speed.prefilled(timings.read, timings.prefill)
-    if timings.cached is not None and booking.hit >= _MISS_TOKENS:
-        if timings.cached < _MISS_SHARE * booking.hit:
+    if timings.prefill is not None:
+        seat.speed.prefilled(read, timings.prefill)
+    if booking.hit >= _MISS_TOKENS:
+        if cached < _MISS_SHARE * booking.hit:
             seat.held.missed()
         else:
             seat.held.had()

@@ -200,6 +200,21 @@ def test_a_cache_that_had_less_than_was_believed_is_smaller_than_was_believed() 
     assert seat(bench, 0).held.limit < before
 
 
+def test_an_engine_that_leaves_out_a_zero_had_nothing() -> None:
+    """As Ollama does: once it has told of a hit, no word of one is a miss."""
+    bench = Bench({})
+    read(bench, tokens=2000, seconds=1, cached=1000, took=1)
+    before = seat(bench, 0).held.limit
+
+    progress = bench.send(0, job(SYSTEM))
+    bench.clock.now += 9
+    progress.began()
+    progress.ended(Outcome.OK, Usage(3000, 50), Timings(None, 3.0, 1.0))
+
+    assert seat(bench, 0).held.limit < before
+    assert seat(bench, 0).speed.prefill.value == pytest.approx(4 / 5000, rel=0.05)
+
+
 def test_a_cache_that_had_what_was_believed_is_believed() -> None:
     bench = Bench({}, kind="llamacpp")
     read(bench, tokens=3000, seconds=1, cached=0, took=1)
