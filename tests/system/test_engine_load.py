@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 
 from demo.httpd import Answer, json_answer, text_answer
-from tests.fakes import FakeLlamaCpp, FakeNode, FakeOpenAI, FakeSGLang, FakeVLLM
+from tests.fakes import FakeLlamaCpp, FakeOpenAI, FakeSGLang, FakeVLLM
 from tests.fakes.openai import OpenAI
-from tests.system.harness import Gateway, gateway, until
+from tests.system.harness import Gateway, gateway, until, used_by_others
 from tests.system.reading import read
 
 QUICK = {"health_check_interval": 0.05}
-
-
-@asynccontextmanager
-async def used_by_others(node: FakeNode[Any], requests: int) -> AsyncIterator[None]:
-    """So many requests of another program are under way on the node."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-    async with httpx.AsyncClient(base_url=node.url, timeout=60) as client:
-        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(requests)]
-        try:
-            await until(lambda: node.open == requests, "the others' requests are there")
-            yield
-        finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def engine(hearth: Gateway, name: str = "n0") -> dict[str, Any]:
