@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 from math import inf
 from typing import TYPE_CHECKING
 
-from app.domain import GIB, LoadedModel
+from app.domain import GIB, EngineLoad, LoadedModel
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.prefixes import Held
@@ -252,7 +252,7 @@ class Work:
         """
         node = self.node
         given, busy = node.spec.max_concurrency, node.in_flight_everywhere
-        told = inf if node.engine is None or node.engine.slots is None else node.engine.slots - busy - node.foreign
+        told = inf if node.engine is None else _told_slots(node.engine) - busy - node.foreign
         if given is not None:
             return min(given - busy, told)
         if told < inf:
@@ -298,6 +298,13 @@ class Work:
         for seat in self.seats.values():
             seat.forget()
         self.version += 1
+
+
+def _told_slots(engine: EngineLoad) -> float:
+    """So many requests it works on at once, by its own word. One that is out of room for caches works on fewer."""
+    if engine.slots is None:
+        return inf
+    return min(engine.slots, max(1, engine.running or 0)) if engine.waiting else engine.slots
 
 
 class Seat:

@@ -67,6 +67,15 @@ def test_without_slots_a_queue_in_the_engine_shows_how_many_there_are() -> None:
     assert room(bench, 0) == 5
 
 
+def test_an_engine_that_is_out_of_room_for_caches_gets_no_more_than_run() -> None:
+    bench = Bench({}, kind="sglang")
+    for _ in range(12):
+        bench.send(0, job())
+    tell(bench, 0, EngineLoad(running=9, waiting=3, slots=64), own=12)
+
+    assert room(bench, 0) == -3
+
+
 # -- requests of others
 
 
