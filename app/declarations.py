@@ -268,6 +268,7 @@ _NODE_READERS: Readers = {
     "max_concurrency": _at_least_one,
     "vram_gb": positive,
     "num_ctx": _at_least_one,
+    "preload": texts,
     "role": _role,
     "price": _price,
     "retries": partial(whole, at_least=0),

@@ -149,6 +149,7 @@ class NodeSpec:
     max_concurrency: int | None = None
     vram_gb: float | None = None
     num_ctx: int | None = None
+    preload: tuple[str, ...] = ()  # models to load whenever it comes up
     role: Role = Role.HYBRID
     tier: int = LOCAL_TIER
     default_model: str | None = None  # cloud only: asked for when a route names no cloud model
@@ -181,6 +182,19 @@ class LoadedModel:
     context_length: int | None = None
 
 
+class EngineLoad(NamedTuple):
+    """What an engine says of its own work, whoever gave it to it; None where it does not say."""
+
+    running: int | None = None  # requests that it works on
+    waiting: int | None = None  # requests in its own queue
+    slots: int | None = None  # requests that it works on at once, at most
+    cache_used: float | None = None  # share of its room for KV caches
+
+    def beside(self, other: EngineLoad) -> EngineLoad:
+        """Both together; where both say something, this one."""
+        return self._replace(**{name: value for name, value in other._asdict().items() if getattr(self, name) is None})
+
+
 class Usage(NamedTuple):
     """Token counts of one answer. `cached_tokens` is the part of `prompt_tokens` read from a prefix cache."""
 
@@ -190,11 +204,14 @@ class Usage(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Seconds that a node says it took for the parts of one answer; None where it does not say."""
+    """Seconds that a node says it took for the parts of one answer, and tokens of the prompt; None where it does not
+    say."""
 
     load: float | None = None
     prefill: float | None = None
     decode: float | None = None
+    read: int | None = None  # tokens that it had to read in the seconds of `prefill`
+    cached: int | None = None  # tokens that it found in its cache
 
 
 class Request(NamedTuple):

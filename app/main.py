@@ -47,6 +47,7 @@ from app.routing.choice import Choice
 from app.routing.dispatch import Dispatcher
 from app.routing.ended import Report
 from app.routing.explain import Explainer
+from app.routing.forecast import Forecast
 from app.routing.links import Links
 from app.routing.loads import Loads
 from app.routing.membership import Membership
@@ -54,6 +55,7 @@ from app.routing.node_store import NodeStore
 from app.routing.pairs import Pairs
 from app.routing.policies import POLICIES, Policy
 from app.routing.policies.shortest_expected_delay import ShortestExpectedDelay
+from app.routing.preload import Preload
 from app.routing.registry import Node, Registry
 from app.routing.retry import Retry
 from app.routing.routes import Routes
@@ -110,7 +112,7 @@ class Parts:
         self.traces = _traces(settings, self.instance_id, log)
         self.policy = POLICIES[settings.lb_strategy]()
         self.admission = Admission(chooser=self.policy if self.policy.schedules else None)
-        self.registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], self.admission.changed)
+        self.registry = Registry([_node(spec, settings, log) for spec in _specs(settings)], self._changed)
         self.routes = Routes(settings.routes_config(), self.registry)
         self.metrics = Metrics(self.registry, self.admission, slates, log.warning)
         line = make_request_line(sink, settings.log_level, settings.log_format)
@@ -121,6 +123,11 @@ class Parts:
         self._keep_books()
         self._dispatch()
         self._guard()
+
+    def _changed(self) -> None:
+        """A node came, went or changed."""
+        self.admission.changed()
+        self.preload.changed()
 
     def _know_nodes(self) -> None:
         settings, log = self.settings, self.log
@@ -200,7 +207,11 @@ class Parts:
             queue_size=settings.queue_size,
         )
         asking = Asking(self.upstream, Timeouts(settings.first_token_timeout, settings.idle_timeout))
-        self.loads = _loads(self.policy, asking, self.prober)
+        self.loads = _loads(self.policy, asking, self.prober, self.reporter)
+        self.preloads = self.loads or Loads(asking, Forecast(), self.reporter.not_loaded)
+        self.preload = Preload(
+            settings.preload, self.registry, self.routes, self.preloads.forecast, self.preloads.start
+        )
         pairs = None
         if settings.serving_strategy == "DistServe":
             pairs = Pairs(self.choice, asking, self.links, _leaks(self.metrics.counts, self.log))
@@ -355,6 +366,7 @@ def _lifespan(parts: Parts, keeps_nodes: bool) -> Any:
             background = [asyncio.create_task(parts.prober.run(), name="probes")]
             if keeps_nodes:
                 background.append(asyncio.create_task(parts.membership.keep(), name="node store"))
+                background.append(asyncio.create_task(parts.preload.run(), name="preload"))
             if parts.fleet is not None:
                 await parts.fleet.start()
                 background.append(asyncio.create_task(parts.fleet.run(), name="fleet"))
@@ -369,17 +381,16 @@ def _lifespan(parts: Parts, keeps_nodes: bool) -> Any:
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
                 await parts.links.close()
-                if parts.loads is not None:
-                    await parts.loads.close()
+                await parts.preloads.close()
 
     return lifespan
 
 
-def _loads(policy: Policy, asking: Asking, prober: Prober) -> Loads | None:
+def _loads(policy: Policy, asking: Asking, prober: Prober, reporter: Reporter) -> Loads | None:
     """For a policy that forecasts: what it starts by itself, and whom it asks what is in a node's memory."""
     if not isinstance(policy, ShortestExpectedDelay):
         return None
-    loads = Loads(asking, policy.forecast)
+    loads = Loads(asking, policy.forecast, reporter.not_loaded)
     policy.start_load = loads.start
     policy.forecast.on_look = prober.suspect
     return loads

@@ -17,6 +17,7 @@ import httpx
 import orjson
 
 from app.domain import LoadedModel, ModelInfo, NodeState
+from app.gauges import Gauges, Unanswered
 from app.node_clients import Clients, causes, why_no_tls
 from app.providers.base import Health, Kind
 from app.providers.urls import join
@@ -34,6 +35,7 @@ _JITTER = 0.1
 _REFUSED = "connection refused"
 _NOT_PROBED = "not probed, as its health_check is off"
 _ANSWER_BYTES = 8 * 2**20
+_GAUGE_SECONDS = 1.0  # that an engine may take to say how busy it is, at most
 _LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -79,6 +81,7 @@ class Prober:
         self._start: Callable[[Node], asyncio.Task[None]] | None = None  # once it runs
         self._tasks: dict[Node, asyncio.Task[None]] = {}
         self._pending: set[Node] = set()
+        self._gauges = Gauges(min(timeout_seconds, _GAUGE_SECONDS))
         self.first_round = asyncio.Event()
 
     def suspect(self, node: Node) -> None:
@@ -122,6 +125,7 @@ class Prober:
             against = against + seen.weight if seen.weight else 0.0
             good = 0 if seen.weight else good + 1
             settled = self._judge(node, seen, against, good)
+            await self._hear(clients, node, seen)
             self._pending.discard(node)
             if not self._pending:
                 self.first_round.set()
@@ -166,6 +170,23 @@ class Prober:
         except TimeoutError:
             weight = _SLOW_BUT_BUSY if node.in_flight_everywhere else 1.0
             return _Seen(Health(NodeState.DOWN, "does not answer probes in time"), weight=weight)
+
+    async def _hear(self, clients: Clients, node: Node, seen: _Seen) -> None:
+        """Asks a node that is up how busy its engine is."""
+        if seen.weight or node.state is not NodeState.HEALTHY or node.cloud:
+            self._registry.hear(node, None, 0)
+            return
+        client = await clients.of(node.spec)
+
+        async def get(path: str, at_most: int) -> tuple[int, bytes]:
+            try:
+                return await self._fetch(client, node, path, at_most)
+            except _Bad as error:
+                raise Unanswered from error
+
+        before = node.in_flight_everywhere
+        load = await self._gauges.read(node, get)
+        self._registry.hear(node, load, max(before, node.in_flight_everywhere))
 
     async def _probe(self, client: httpx.AsyncClient, node: Node, kind: Kind) -> _Seen:
         probe = kind.probe
@@ -214,13 +235,18 @@ class Prober:
 
     async def _get(self, client: httpx.AsyncClient, node: Node, path: str) -> tuple[int, Any]:
         """Status, and the JSON document or None. Raises `_Bad` when there is no answer."""
+        status, body = await self._fetch(client, node, path, _ANSWER_BYTES)
+        return status, _json(body)
+
+    async def _fetch(self, client: httpx.AsyncClient, node: Node, path: str, at_most: int) -> tuple[int, bytes]:
+        """Status and body. Raises `_Bad` when there is no answer, or one that is too long."""
         headers = {"authorization": f"Bearer {node.spec.api_key}"} if node.spec.api_key else {}
         try:
             async with client.stream("GET", join(node.spec.url, path), headers=headers) as response:
                 body = b""
                 async for part in response.aiter_bytes():
                     body += part
-                    if len(body) > _ANSWER_BYTES:
+                    if len(body) > at_most:
                         raise _Bad("answers probes with endless data")
         except httpx.ConnectTimeout as error:
             raise _Bad("no connection in time; is its address right, and no firewall between?") from error
@@ -231,7 +257,7 @@ class Prober:
             raise _Bad("does not answer probes in time", slow=True) from error
         except httpx.HTTPError as error:
             raise _Bad(f"does not answer as an HTTP server does ({type(error).__name__})") from error
-        return response.status_code, _json(body)
+        return response.status_code, body
 
 
 def _connect_reason(error: BaseException) -> str:

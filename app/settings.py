@@ -180,6 +180,7 @@ class Settings(BaseSettings):
     )
     model_map: Annotated[tuple[RouteSpec, ...], NoDecode, BeforeValidator(declarations.model_map)] = ()
     lb_strategy: Annotated[str, _one_of(STRATEGIES)] = "shortest_expected_delay"
+    preload: Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.texts)] = ()
 
     cloud_endpoint: Url = _OPENAI
     cloud_api_key: Secret | None = None

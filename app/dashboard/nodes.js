@@ -91,8 +91,10 @@ class Card {
   showLoad(node) {
     const all = node.in_flight + node.others_in_flight;
     const elsewhere = node.others_in_flight ? ` (${node.others_in_flight} by other replicas)` : "";
-    const limit = node.max_concurrency;
-    this.load.show(limit ? all / limit : 0, `${all}${limit ? ` of ${limit}` : ""}${elsewhere}`, "local", Boolean(limit));
+    const foreign = node.foreign ? `, and ${node.foreign} from elsewhere` : ""; // not through any Hearth
+    const limit = node.max_concurrency ?? node.slots;
+    const text = `${all}${limit ? ` of ${limit}` : ""}${elsewhere}${foreign}`;
+    this.load.show(limit ? all / limit : 0, text, "local", Boolean(limit));
   }
 
   showMemory(node) {

@@ -13,6 +13,7 @@ from app.doctor.findings import Code, Finding, cleaned, good, warning
 from app.doctor.judge_machine import judge_ledger, judge_machine, judge_port, judge_redis
 from app.doctor.judge_models import judge_models
 from app.doctor.judge_places import judge_clocks, judge_cloud, judge_node, judge_prices
+from app.doctor.judge_preload import judge_preload
 from app.doctor.machine import look_at_machine, look_at_port
 from app.doctor.places import USUAL_PORTS, Visitor
 from app.doctor.stores import look_at_ledger, look_at_redis, unpriced
@@ -74,6 +75,7 @@ def _nodes(settings: Settings, nodes: Sequence[PlaceFacts]) -> Iterator[Finding]
     for facts in nodes:
         yield from judge_node(facts)
     yield from judge_models(nodes, settings.routes_config(), has_cloud=bool(settings.cloud_specs()))
+    yield from judge_preload(nodes, settings.preload, settings.routes_config())
 
 
 def _clouds(settings: Settings, clouds: Sequence[PlaceFacts], prices: Sequence[Unpriced]) -> Iterator[Finding]:

@@ -59,6 +59,7 @@ class Code(StrEnum):
     CONTEXT_CHANGES = "context_changes"
     VRAM_HINT = "vram_hint"
     ON_CPU = "on_cpu"
+    PRELOAD = "preload"
 
     CLOCK = "clock"
 

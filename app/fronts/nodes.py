@@ -41,7 +41,8 @@ _RESOLVE_SECONDS = 2.0
 _BODY_BYTES = 64 * 1024
 _REFUSALS = {404: "There is no node at this URL.", 502: "The node could not be asked, or did not do it."}
 _OWN_KEYS = ("name", "kind", "api_key", "weight", "max_concurrency", "vram_gb", "num_ctx")
-_OPERATORS_KEYS = ("speed", "price", "retries", "health_check", "tls_verify", "ca_file")  # not read here, but kept
+# Not read here, but kept.
+_OPERATORS_KEYS = ("speed", "preload", "price", "retries", "health_check", "tls_verify", "ca_file")
 
 _NODE = {
     "type": "object",

@@ -33,8 +33,10 @@ def node_view(node: Node) -> dict[str, Any]:
         "busy_seconds": max(0.0, round(node.penalty_until - time.monotonic(), 1)),
         "in_flight": node.in_flight,
         "others_in_flight": node.others_in_flight,
+        "engine": None if node.engine is None else {**node.engine._asdict(), "foreign": node.foreign},
         "max_concurrency": node.spec.max_concurrency,
         "weight": node.spec.weight,
+        "preload": list(node.spec.preload),
         "models": sorted(node.models) if node.models is not None else None,
         "loaded": {name: _loaded(node, name) for name in node.loaded} if node.loaded is not None else None,
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from app.domain import LoadedModel, ModelInfo, NodeState, Operation, Request, Timings, Usage
+from app.domain import EngineLoad, LoadedModel, ModelInfo, NodeState, Operation, Request, Timings, Usage
 
 
 class Call(NamedTuple):
@@ -72,6 +72,18 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
+class Gauge:
+    """A GET, not there on every node, whose answer says how busy the engine is. `read` gets the body of an answer of
+    status 200, and raises ValueError when that says nothing of it."""
+
+    path: str
+    read: Callable[[bytes], EngineLoad]
+    tells: frozenset[str]  # fields of `EngineLoad`: it is not asked when all of them are known
+    constant: bool = False  # what it tells does not change while the engine runs
+    stirs: bool = False  # the engine takes the question for work: it stays awake for it, and wakes up
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """How to see, without cost, that a node is up and what it serves. Paths are below the node's URL."""
 
@@ -81,6 +93,7 @@ class Probe:
     models: Callable[[Any], list[ModelInfo]]  # raises ValueError when the document is not such a list
     loaded_path: str | None = None
     loaded: Callable[[Any], list[LoadedModel]] | None = None
+    gauges: tuple[Gauge, ...] = ()  # in the order in which they are asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.domain import LoadedModel, NodeState
-from app.providers.base import Health, Probe
+from app.domain import EngineLoad, LoadedModel, NodeState
+from app.providers.base import Gauge, Health, Probe
+from app.providers.engine_load import document, metrics, positive_count, slots_alone
 from app.providers.openai_compatible import MODELS_PATH, compatible, health, models, owned_by, positive
 
 
@@ -28,6 +29,19 @@ def _loaded(document: Any) -> list[LoadedModel]:
     return [LoadedModel(alias, context_length=size if positive(size) else None)]
 
 
+def _slots_of_properties(body: bytes) -> EngineLoad:
+    properties = document(body)
+    return slots_alone(positive_count(properties.get("total_slots")) if isinstance(properties, dict) else None)
+
+
+def _slots(body: bytes) -> EngineLoad:
+    """How many slots there are, and how many are at work. Old servers show prompts here, which nobody reads."""
+    rows = document(body)
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("no list of slots")
+    return EngineLoad(running=sum(row.get("is_processing") is True for row in rows), slots=len(rows))
+
+
 KIND = compatible(
     "llamacpp",
     "llama.cpp",
@@ -38,6 +52,17 @@ KIND = compatible(
         models=models,
         loaded_path="/props",
         loaded=_loaded,
+        gauges=(
+            Gauge("/props", _slots_of_properties, frozenset({"slots"}), constant=True),
+            # Off unless the server was started with --metrics; /slots knows nothing of those who wait.
+            metrics(
+                running="llamacpp:requests_processing",
+                waiting="llamacpp:requests_deferred",
+                cache_used=("llamacpp:kv_cache_usage_ratio",),
+                stirs=True,
+            ),
+            Gauge("/slots", _slots, frozenset({"running", "slots"}), stirs=True),
+        ),
     ),
     signatures=(owned_by("llamacpp"),),  # /props says more, but not while the model is loading
 )

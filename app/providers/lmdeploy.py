@@ -6,6 +6,7 @@ from typing import Any
 
 from app.domain import NodeState
 from app.providers.base import Health, Probe
+from app.providers.engine_load import metrics
 from app.providers.openai_compatible import MODELS_PATH, compatible, health, models, owned_by
 from app.providers.openai_to_openai import Traits
 
@@ -28,7 +29,19 @@ def _health(status: int, document: Any) -> Health:
 KIND = compatible(
     "lmdeploy",
     "LMDeploy",
-    Probe(health_path="/health", models_path=MODELS_PATH, health=_health, models=models),
+    Probe(
+        health_path="/health",
+        models_path=MODELS_PATH,
+        health=_health,
+        models=models,
+        gauges=(
+            metrics(
+                running="lmdeploy:num_requests_running",
+                waiting="lmdeploy:num_requests_waiting",
+                cache_used=("lmdeploy:gpu_cache_usage_perc",),
+            ),
+        ),
+    ),
     traits=Traits(old_limit=True),  # old versions; new ones know max_tokens as well
     signatures=(owned_by("lmdeploy"),),
 )

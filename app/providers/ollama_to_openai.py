@@ -132,8 +132,11 @@ def _timings(fields: Fields) -> Timings | None:
     load, prefill, decode = fields.get("load_duration"), fields.get("prompt_eval_duration"), fields.get("eval_duration")
     if load is None and prefill is None and decode is None:
         return None
-    timings = Timings(_seconds(load), _seconds(prefill), _seconds(decode))
-    return timings if any(timings) else None
+    # Newer versions say how much of the prompt they had. They leave out a zero, as older ones do all of it.
+    cached = _count(fields, "prompt_eval_cached_count") or None
+    read = None if cached is None else max(0, _count(fields, "prompt_eval_count") - cached)
+    timings = Timings(_seconds(load), _seconds(prefill), _seconds(decode), read, cached)
+    return timings if any(timings[:3]) else None
 
 
 def _seconds(nanoseconds: Any) -> float | None:

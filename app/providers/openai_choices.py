@@ -206,7 +206,9 @@ def timings_in(document: Fields) -> Timings | None:
     if not isinstance(told, dict):
         return None
     prefill, decode = _seconds(told, "prompt_ms"), _seconds(told, "predicted_ms")
-    return Timings(None, prefill, decode) if prefill or decode else None
+    if not (prefill or decode):
+        return None
+    return Timings(None, prefill, decode, _count(told, "prompt_n"), _count(told, "cache_n"))
 
 
 def _seconds(told: Fields, key: str) -> float | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from app.domain import ModelInfo
 from app.providers.base import Probe
+from app.providers.engine_load import metrics
 from app.providers.openai_compatible import answers_with, compatible, health, positive
 from app.providers.openai_to_openai import Traits
 
@@ -26,7 +27,14 @@ def _is_info(document: dict[str, Any]) -> bool:
 KIND = compatible(
     "tgi",
     "Text Generation Inference",
-    Probe(health_path="/health", models_path=_INFO_PATH, health=health, models=_models),
+    Probe(
+        health_path="/health",
+        models_path=_INFO_PATH,
+        health=health,
+        models=_models,
+        # What /info calls max_concurrent_requests are requests with those that wait, so that it says nothing of slots.
+        gauges=(metrics(running="tgi_batch_current_size", waiting="tgi_queue_size"),),
+    ),
     traits=Traits(
         old_limit=True,
         finish_reasons={"eos_token": "stop", "stop_sequence": "stop"},

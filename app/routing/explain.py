@@ -132,6 +132,7 @@ class Explainer:
             "position": position,
             "terms": None if terms is None else {name: round(value, 6) for name, value in terms.items()},
             "in_flight": node.in_flight_everywhere,
+            "engine": None if node.engine is None else {**node.engine._asdict(), "foreign": node.foreign},
             "max_concurrency": node.spec.max_concurrency,
             "context": None if candidate is None else window(candidate, plan.route.num_ctx),
         }
@@ -177,6 +178,8 @@ def _remarks(
     seconds = node.penalty_until - time.monotonic()
     if seconds > 0:
         yield Obstacle("busy", "it said that it is busy, and is asked last in its tier", round(seconds, 1))
+    if node.foreign:
+        yield Obstacle("foreign", "requests that came by another way than Hearth are there", node.foreign)
     if not node.holds(candidate.model):
         yield Obstacle("cold", "the model is not in its memory, and has to be loaded")
     if position is None:

@@ -23,6 +23,7 @@ _MODELS = 512  # of which demand is remembered
 _LATE = 2.0  # times the expected time to the first token
 _LATE_SECONDS = 0.05
 _MISS_TOKENS = 256  # believed to be cached: from here on a miss can be told from a hit
+_MISS_SHARE = 0.5  # of those, that a node must have had at least
 _BELIEVED_SHARE = 0.5  # of the whole time, that a node's own timings must explain
 
 
@@ -159,7 +160,8 @@ class Forecast:
 
     def _crowd(self, seat: Seat, room: float, now: float) -> None:
         work = seat.work
-        there = len(work.bookings)
+        foreign = work.foreign_streams
+        there = len(work.bookings) + foreign
         if not there:
             seat.decode_s, seat.press, seat.rest = seat.alone_s, 0.0, 0.0
             return
@@ -167,7 +169,8 @@ class Forecast:
         beside = there if room > 0 else max(0, there - 1)
         seat.decode_s = seat.alone_s * (1 + crowding * beside)
         seat.press = beside * crowding / (1 + crowding * max(0, beside - 1))
-        seat.rest = sum([booking.left(now) for booking in work.bookings]) / there
+        left = sum([booking.left(now) for booking in work.bookings])
+        seat.rest = (left + foreign * work.foreign_left(now) if foreign else left) / there
 
     def _load(self, seat: Seat, now: float) -> None:
         seat.cold = False
@@ -188,7 +191,7 @@ class Forecast:
             other.loading.left(now) for other in work.seats.values() if other.loading is not None
         )
         seat.share = seat.demand.ahead(now, load * _HORIZON_LOADS)
-        chance = work.chance_of_eviction(seat.size)
+        chance = work.chance_of_eviction(seat.takes)
         victim = work.victim(seat) if chance else None
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
@@ -305,7 +308,7 @@ class Forecast:
         if booking.job.stream:
             booking.running_before = work.tick(now)
             work.running += 1
-            if work.node.spec.max_concurrency is None:
+            if not work.tells_slots:
                 grown = self._learn_slots(booking, now)
             self._learn_first(booking, now)
         elif carried and seat.loading is not None:
@@ -330,6 +333,8 @@ class Forecast:
         seat.loading = None
         if took > _LATE * booking.expected_first + _LATE_SECONDS and work.ended_at > booking.placed:
             took = now - work.ended_at  # it waited for a slot until then
+        if seat.tells_reading:
+            return
         read = booking.fresh
         if booking.hit >= _MISS_TOKENS and seat.speed.prefill.known:
             with_hit, without = booking.fresh * seat.prefill_s, (booking.fresh + booking.hit) * seat.prefill_s
@@ -372,7 +377,7 @@ class Forecast:
         if booking not in work.bookings:
             return
         work.ended_at = now
-        if work.node.spec.max_concurrency is None:
+        if not work.tells_slots:
             alike = len([other for other in work.bookings if other.runs and other.seat is seat])
             work.ended_alike = (seat.model, alike)
         total = work.tick(now)
@@ -399,16 +404,18 @@ class Forecast:
         seat.demand.answered(tokens, job.limit)
         seat.demand.read(job.characters, usage.prompt_tokens)
         believed = _believable(timings, now - booking.placed)
+        if timings is not None and (timings.read is not None or seat.tells_reading):
+            _learn_reading(booking, timings, usage)
         if booking.job.stream and booking.began is not None:
             seconds = now - booking.began
-            others = (total - booking.running_before) / seconds - 1 if seconds > 0 else 0.0
+            others = (total - booking.running_before) / seconds - 1 + seat.work.foreign_streams if seconds > 0 else 0.0
             if believed is not None and believed.decode is not None:
                 seconds = believed.decode
             seat.speed.decoded(tokens - 1, seconds, max(0.0, others))
         elif believed is not None and believed.decode is not None:
             seat.speed.decoded(tokens, believed.decode, max(0, len(seat.work.bookings) - 1))
-            if believed.prefill is not None:
-                seat.speed.prefilled(usage.prompt_tokens - usage.cached_tokens - booking.hit, believed.prefill)
+            if believed.prefill is not None and not seat.tells_reading:
+                seat.speed.prefilled(usage.prompt_tokens - (usage.cached_tokens or booking.hit), believed.prefill)
         elif not booking.waited_for_load:
             seconds = now - booking.placed - booking.fresh * seat.prefill_s
             seat.speed.decoded(tokens, seconds, max(0, len(seat.work.bookings) - 1))
@@ -421,12 +428,12 @@ class Forecast:
         return seat, loading
 
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
-        victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.size) else None
+        victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.takes) else None
         seat.loading = loading
         if victim is not None:
             victim.doubted_until = now + DOUBT_SECONDS
             if any(booking.seat is not seat for booking in seat.work.bookings):
-                loading.blocks = seat.work.chance_of_eviction(seat.size)
+                loading.blocks = seat.work.chance_of_eviction(seat.takes)
             self.on_look(seat.work.node)
         seat.work.version += 1
 
@@ -490,9 +497,26 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
     return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 
+def _learn_reading(booking: Booking, timings: Timings, usage: Usage) -> None:
+    """From an engine that says how much it read itself, and how much it had; where it does not this time, nothing."""
+    seat = booking.seat
+    cached = usage.cached_tokens if timings.cached is None else timings.cached
+    read = usage.prompt_tokens - cached if timings.read is None else timings.read
+    if not seat.tells_reading:
+        seat.tells_reading = True
+        seat.speed.prefill = speeds.Ratio()  # what was measured from here has waits in it
+    if timings.prefill is not None:
+        seat.speed.prefilled(read, timings.prefill)
+    if booking.hit >= _MISS_TOKENS:
+        if cached < _MISS_SHARE * booking.hit:
+            seat.held.missed()
+        else:
+            seat.held.had()
+
+
 def _believable(timings: Timings | None, whole: float) -> Timings | None:
     """Some servers that speak Ollama's API send durations that mean nothing."""
     if timings is None:
         return None
-    told = sum(part for part in timings if part is not None)
+    told = sum(part for part in (timings.load, timings.prefill, timings.decode) if part is not None)
     return timings if _BELIEVED_SHARE * whole <= told <= whole * 1.1 + _LATE_SECONDS else None

@@ -7,7 +7,7 @@ the request is therefore kept open here until its answer begins, and ended then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from app.domain import NodeState
@@ -25,9 +25,15 @@ from app.routing.work import Loading, Seat
 class Loads:
     """Owns what goes on without a client. Close it before the connections to nodes are."""
 
-    def __init__(self, asking: Asking, forecast: Forecast) -> None:
+    def __init__(
+        self,
+        asking: Asking,
+        forecast: Forecast,
+        on_trouble: Callable[[Candidate, NodeFailure], None] = lambda candidate, failure: None,
+    ) -> None:
+        self._on_trouble = on_trouble
         self._asking = asking
-        self._forecast = forecast
+        self.forecast = forecast
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def ask(self, plan: Plan, attempt: Attempt) -> Reply:
@@ -46,25 +52,25 @@ class Loads:
             raise
 
     def _adopted(self, asking: asyncio.Task[Reply], progress: Progress) -> bool:
-        if asking.done() or not self._forecast.wanted(progress.booking):
+        if asking.done() or not self.forecast.wanted(progress.booking):
             return False
-        handed = self._forecast.hand_over(progress.booking)
+        handed = self.forecast.hand_over(progress.booking)
         if handed is None:
             return False
         self._own(self._finish(asking, *handed))
         return True
 
     async def _finish(self, asking: asyncio.Task[Reply], seat: Seat, loading: Loading) -> None:
-        began, seconds = self._forecast.clock() - loading.since, None
+        began, seconds = self.forecast.clock() - loading.since, None
         try:
             reply = await asking
-            seconds = self._forecast.clock() - loading.since
+            seconds = self.forecast.clock() - loading.since
             reply.close()
         except (NodeFailure, HearthError):
             pass  # those who wait ask a node themselves, and hear why
         finally:
             asking.cancel()
-            self._forecast.load_ended(seat, loading, None if seconds is None else max(seconds, began))
+            self.forecast.load_ended(seat, loading, None if seconds is None else max(seconds, began))
 
     def start(self, candidate: Candidate, job: Job) -> None:
         """Makes the node load the model, where its kind knows how."""
@@ -72,15 +78,15 @@ class Loads:
             self._own(self._load(candidate, job))
 
     async def _load(self, candidate: Candidate, job: Job) -> None:
-        seat, loading = self._forecast.load_begins(candidate)
+        seat, loading = self.forecast.load_begins(candidate)
         seconds = None
         try:
             await self._asking.load(candidate, job)
-            seconds = self._forecast.clock() - loading.since
-        except NodeFailure:
-            pass  # a request will find out what is wrong, and its client be told
+            seconds = self.forecast.clock() - loading.since
+        except NodeFailure as failure:
+            self._on_trouble(candidate, failure)  # a client is told when it asks for it
         finally:
-            self._forecast.load_ended(seat, loading, seconds)
+            self.forecast.load_ended(seat, loading, seconds)
 
     def _own(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="load")

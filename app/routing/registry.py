@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.domain import LOCAL_TIER, LoadedModel, ModelInfo, NodeSpec, NodeState
+from app.domain import LOCAL_TIER, EngineLoad, LoadedModel, ModelInfo, NodeSpec, NodeState
 from app.providers.base import Health, Kind
 from app.routing.breaker import Breaker
 from app.routing.names import canonical, matches
@@ -33,6 +33,8 @@ class Node:
         "_names",
         "breaker",
         "draining",
+        "engine",
+        "foreign",
         "in_flight",
         "incarnation",
         "kind",
@@ -58,6 +60,8 @@ class Node:
         self.reason = "not reached yet"
         self.models: Mapping[str, ModelInfo] | None = None  # by the node's own name; None = not known yet
         self.loaded: Mapping[str, LoadedModel] | None = None  # None = this kind does not say
+        self.engine: EngineLoad | None = None  # what the engine says of its load; None = nothing
+        self.foreign = 0  # requests on the engine that came by another way, when it last said
         self.in_flight = 0
         self.others_in_flight = 0  # of other replicas, as they last said
         self.latencies: deque[float] = deque(maxlen=LATENCIES)  # seconds that the last answers took, whole ones only
@@ -220,6 +224,16 @@ class Registry:
                 node.work.listed()
         if changed:
             self.on_change()
+
+    def hear(self, node: Node, load: EngineLoad | None, own: int) -> None:
+        """Takes what the node's engine says of its load, while `own` requests of this and other replicas were there."""
+        there = 0 if load is None else (load.running or 0) + (load.waiting or 0)
+        foreign = max(0, there - own)
+        if load is None and node.engine is None:
+            return
+        node.engine, node.foreign = load, foreign
+        if node.work is not None:
+            node.work.heard()
 
     def become(self, node: Node, kind: Kind) -> None:
         node.become(kind)

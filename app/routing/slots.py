@@ -53,6 +53,14 @@ class Slots:
         self.ceiling = ceiling
         self._since = 0
 
+    def heard(self, running: int, waiting: int) -> None:
+        """The engine itself says how many it works on, and how many wait there."""
+        if not waiting:
+            self.ran(running)
+        elif running and running != self.ceiling:
+            self.proven = self.ceiling = running
+            self._since = 0
+
     def forget(self) -> None:
         """The engine is a new one."""
         self.proven = 0

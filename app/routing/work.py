@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from heapq import heapify, heapreplace
+from math import inf
 from typing import TYPE_CHECKING
 
+from app.domain import GIB, EngineLoad, LoadedModel
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.prefixes import Held
@@ -26,7 +28,9 @@ _OVERDUE = 0.25  # of the expected time, that what should be over still takes
 _SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
 _LATE_SECONDS = 0.05
 _FITS, _UNCERTAIN, _HARDLY = 0.0, 0.5, 0.9  # chances that a load drives another model out
+_AHEAD = 64  # of those who wait for a node, that are looked at one by one
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
+_FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
 
 class Loading:
@@ -97,6 +101,8 @@ class Work:
         "bookings",
         "ended_alike",
         "ended_at",
+        "foreign_seconds",
+        "foreign_until",
         "incarnation",
         "load_over",
         "node",
@@ -126,6 +132,8 @@ class Work:
         self.running_sum = 0.0  # streams x seconds
         self.running_at = now
         self.ended_at = 0.0
+        self.foreign_until: float | None = None  # when requests that came by another way should be over
+        self.foreign_seconds = _FOREIGN_SECONDS
         self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
         self.together_max = 1  # most models seen in memory at once
         self.turned_out_at: int | None = None  # so many were too many
@@ -153,7 +161,7 @@ class Work:
             return 0.0
         vram = self.node.spec.vram_gb
         if vram is not None and size:
-            return _FITS if size + self._bytes(there) <= vram * 1e9 else 1.0
+            return _FITS if size + self._bytes(there) <= vram * GIB else 1.0
         if self.turned_out_at is not None and count >= self.turned_out_at:
             return 1.0
         if count <= self.together_max:
@@ -161,9 +169,14 @@ class Work:
         return _UNCERTAIN if count <= _USUAL_MODELS else _HARDLY
 
     def _bytes(self, models: Iterable[str]) -> float:
+        """What they take: as the node says, or said when it last had them, else what their files have."""
         loaded = self.node.loaded or {}
-        sizes = [(loaded[model].vram_bytes or 0) if model in loaded else 0 for model in models]
-        return float(sum(sizes))
+        return sum([self._taken(loaded.get(model), self.seats.get(model)) for model in models])
+
+    def _taken(self, loaded: LoadedModel | None, seat: Seat | None) -> float:
+        if loaded is not None and loaded.vram_bytes is not None:
+            return loaded.vram_bytes
+        return 0.0 if seat is None else seat.takes
 
     def others(self, seat: Seat) -> list[Seat]:
         """The models that are in memory or on their way, beside this one."""
@@ -179,6 +192,8 @@ class Work:
         self.version += 1
         self.together_max = max(self.together_max, len(there))
         for seat in self.seats.values():
+            if seat.model in there and (taken := (self.node.loaded or {})[seat.model].vram_bytes):
+                seat.taken = taken
             if seat.model not in there and seat.warm_before and not seat.warm:
                 seat.demand.prefixes.forget(seat.held)  # it was unloaded
             seat.warm_before = seat.warm
@@ -202,28 +217,74 @@ class Work:
 
     # -- slots
 
+    def heard(self) -> None:
+        """The engine has said how busy it is."""
+        self.version += 1
+        self.foreign_until = None
+        load = self.node.engine
+        if load is not None and load.running is not None and load.slots is None:
+            self.slots.heard(load.running, load.waiting or 0)
+
+    def foreign_left(self, now: float) -> float:
+        """Seconds until a request that came by another way should be over: they take as long as Hearth's own."""
+        if self.foreign_until is None:
+            seconds = [seat.demand.length(None) * seat.decode_s for seat in self.seats.values() if seat.decode_s]
+            self.foreign_seconds = max(seconds, default=_FOREIGN_SECONDS)
+            self.foreign_until = now + self.foreign_seconds
+        return max(self.foreign_until - now, _OVERDUE * self.foreign_seconds)
+
+    @property
+    def foreign_streams(self) -> int:
+        """Requests that came by another way and run, as far as the engine tells them from those that wait."""
+        engine = self.node.engine
+        return 0 if engine is None else min(self.node.foreign, engine.running or 0)
+
+    @property
+    def tells_slots(self) -> bool:
+        """Whether there is nothing to find out: its operator or the engine says how many requests it works on."""
+        engine = self.node.engine
+        return self.node.spec.max_concurrency is not None or (engine is not None and engine.slots is not None)
+
     def room(self, seat: Seat, *, guessed: bool = True) -> float:
         """Requests that could start on the seat at once; none or less when it is full.
 
         Without what is `guessed`, only what the operator says or requests have shown counts.
         """
-        given = self.node.spec.max_concurrency
-        busy = self.node.in_flight_everywhere
+        node = self.node
+        given, busy = node.spec.max_concurrency, node.in_flight_everywhere
+        told = inf if node.engine is None else _told_slots(node.engine) - busy - node.foreign
         if given is not None:
-            return given - busy
-        return min(self.slots.limit(guessed) - busy, seat.slots.limit(guessed) - seat.count)
+            return min(given - busy, told)
+        if told < inf:
+            return told
+        return min(self.slots.limit(guessed) - busy - node.foreign, seat.slots.limit(guessed) - seat.count)
+
+    def has_room(self, seat: Seat, waited: float, *, guessed: bool = True) -> bool:
+        """Whether one more request may go there, which has `waited` for so many seconds.
+
+        Who has waited for as long as requests of others take, takes its turn in the engine's queue: these would take
+        every slot that falls free before Hearth could.
+        """
+        room, node = self.room(seat, guessed=guessed), self.node
+        if node.foreign and waited > self.foreign_seconds:
+            given = node.spec.max_concurrency
+            room = min(room + node.foreign, inf if given is None else given - node.in_flight_everywhere)
+        return room > len(self.promised)
 
     def wait(self, room: float, now: float) -> float:
         """Seconds until one more request could start, with so much `room`, after those that wait for the node now."""
-        ends = sorted(booking.left(now) for booking in self.bookings)
-        limit = max(1, int(self.node.in_flight_everywhere + room))
+        foreign = self.node.foreign
+        ends = [booking.left(now) for booking in self.bookings]
+        limit = max(1, int(self.node.in_flight_everywhere + foreign + room))
+        if foreign:
+            ends += [self.foreign_left(now)] * min(foreign, limit)
+        ends.sort()
         ends = ends[-limit:] + [0.0] * (limit - len(ends))
         heapify(ends)
-        for place, seconds in enumerate(self.promised.values()):
-            if place >= 64:
-                return ends[0] + sum(list(self.promised.values())[64:]) / limit
+        ahead = [self.foreign_seconds] * (foreign - limit) + list(self.promised.values())
+        for seconds in ahead[:_AHEAD]:
             heapreplace(ends, ends[0] + seconds)
-        return ends[0]
+        return ends[0] + sum(ahead[_AHEAD:]) / limit
 
     def tick(self, now: float) -> float:
         """Streams x seconds so far."""
@@ -237,6 +298,13 @@ class Work:
         for seat in self.seats.values():
             seat.forget()
         self.version += 1
+
+
+def _told_slots(engine: EngineLoad) -> float:
+    """So many requests it works on at once, by its own word. One that is out of room for caches works on fewer."""
+    if engine.slots is None:
+        return inf
+    return min(engine.slots, max(1, engine.running or 0)) if engine.waiting else engine.slots
 
 
 class Seat:
@@ -270,6 +338,8 @@ class Seat:
         "slot_wait",
         "slots",
         "speed",
+        "taken",
+        "tells_reading",
         "toll",
         "used_at",
         "version",
@@ -282,8 +352,10 @@ class Seat:
         self.model = model
         self.demand = demand
         self.size = size
+        self.taken: int | None = None  # bytes of video memory, when the node last had it there
         self.held = Held(work.number)
         self.speed = Speed()
+        self.tells_reading = False  # the engine says how much of a prompt it read, and how long that took
         self.slots = Slots(careful=work.careful)
         self.count = 0  # requests on it
         self.loading: Loading | None = None
@@ -309,6 +381,11 @@ class Seat:
         return self.confirmed is loaded or any(
             booking.seat is self and booking.began is not None for booking in self.work.bookings
         )
+
+    @property
+    def takes(self) -> float:
+        """Bytes of memory; 0 = unknown. It may be more than the file has, or less where a CPU has a part."""
+        return self.taken or self.size
 
     @property
     def power(self) -> float:

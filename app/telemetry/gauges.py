@@ -57,6 +57,13 @@ def node_gauges(nodes: Registry, admission: Admission) -> tuple[Family, ...]:
             source=each(lambda node: node.spec.max_concurrency),
             merge=own,
         ),
+        Gauge(
+            "hearth_foreign_in_flight",
+            "Requests on the node that came by another way, where its engine says.",
+            "node",
+            source=each(lambda node: None if node.engine is None else node.foreign),
+            merge=own,
+        ),
         Gauge("hearth_waiting", "Requests that wait for a free node.", source=lambda: [((), admission.waiting)]),
         Gauge(
             "hearth_queue_length",

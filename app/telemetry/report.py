@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import AttemptRecord, Outcome, tier_name
-from app.errors import HearthError
+from app.errors import HearthError, NodeFailure
 from app.routing.ended import Ended
+from app.routing.registry import Candidate
 from app.routing.trail import UNROUTED
 from app.telemetry.advice import Advice
 from app.telemetry.logs import Logger, RequestLine
@@ -30,6 +31,10 @@ class Reporter:
     def bug(self, request_id: str, trace: str) -> None:
         """A fault of Hearth's own."""
         self._log.error("bug", id=request_id, trace=trace)
+
+    def not_loaded(self, candidate: Candidate, failure: NodeFailure) -> None:
+        """A load that was made before anybody asked for the model."""
+        self._log.warning("model not loaded", node=candidate.node.name, model=candidate.model, reason=failure.summary)
 
     def _fields(self, ended: Ended) -> dict[str, Any]:
         trail, request = ended.trail, ended.request

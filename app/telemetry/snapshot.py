@@ -208,6 +208,8 @@ def _node(node: Node) -> dict[str, Any]:
         "busy_seconds": max(0.0, round(node.penalty_until - time.monotonic(), 1)),
         "in_flight": node.in_flight,
         "others_in_flight": node.others_in_flight,
+        "foreign": node.foreign,
+        "slots": None if node.engine is None else node.engine.slots,
         "max_concurrency": spec.max_concurrency,
         "models": None if node.models is None else len(node.models),
         "loaded": None

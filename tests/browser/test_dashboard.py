@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import time
@@ -14,9 +15,9 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from tests.browser.browsing import PHONE, Tab, tab
-from tests.fakes import FakeCloud, FakeNode, FakeOllama, FakeVLLM, Model
+from tests.fakes import FakeCloud, FakeLlamaCpp, FakeNode, FakeOllama, FakeVLLM, Model
 from tests.system.gateway_process import ROOT, GatewayProcess
-from tests.system.harness import Gateway, gateway, node_settings
+from tests.system.harness import Gateway, gateway, node_settings, used_by_others
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,6 +54,18 @@ async def test_it_shows_nodes_and_who_served_a_request(page: Tab) -> None:
             await expect(page.card("n1")).to_contain_text("vllm")
             assert page.complaints == []
             assert page.asked == {hearth.url}
+
+
+async def test_it_shows_the_slots_of_an_engine_and_what_others_do_there(page: Tab) -> None:
+    async with FakeLlamaCpp(["m"], first_seconds=30) as node:
+        async with shown(page, node, health_check_interval=0.1) as hearth:
+            async with used_by_others(node, 2):
+                own = asyncio.create_task(hearth.chat("m"))
+
+                await expect(page.card("n0")).to_contain_text("1 of 4, and 2 from elsewhere")
+                own.cancel()
+                await asyncio.gather(own, return_exceptions=True)
+            assert page.complaints == []
 
 
 async def test_it_says_why_the_cloud_served(page: Tab) -> None:

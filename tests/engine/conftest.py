@@ -66,6 +66,7 @@ class Engine:
     log: Path
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -79,6 +80,7 @@ class Engine:
         """Starts it if it does not run, and returns once it is ready."""
         if self.process is None or self.process.poll() is not None:
             options = [str(HOME), str(self.port), str(SLOTS), "8192", "--embeddings", "--pooling", "mean"]
+            options += self.options
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(
                     [SCRIPT, *options],

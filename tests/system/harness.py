@@ -133,3 +133,18 @@ async def served(app: FastAPI, headers: dict[str, str] | None = None) -> AsyncIt
         finally:
             server.should_exit = True
             await serving
+
+
+@asynccontextmanager
+async def used_by_others(node: FakeNode[Any], requests: int) -> AsyncIterator[None]:
+    """So many requests of another program are under way on the node."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    async with httpx.AsyncClient(base_url=node.url, timeout=60) as client:
+        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(requests)]
+        try:
+            await until(lambda: node.open == requests, "the others' requests are there")
+            yield
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)

@@ -35,11 +35,11 @@ LOCAL_KINDS = [name for name in KINDS if name != "cloud"]
 KEY = "sk-cloud-key-for-tests-0001"
 PROBE_PATHS: Mapping[str, set[str]] = {
     "ollama": {"/api/version", "/api/tags", "/api/ps"},
-    "vllm": {"/health", "/v1/models"},
-    "tgi": {"/health", "/info"},
-    "lmdeploy": {"/health", "/v1/models"},
-    "llamacpp": {"/health", "/v1/models", "/props"},
-    "sglang": {"/v1/models"},  # its /health generates a token
+    "vllm": {"/health", "/v1/models", "/metrics"},
+    "tgi": {"/health", "/info", "/metrics"},
+    "lmdeploy": {"/health", "/v1/models", "/metrics"},
+    "llamacpp": {"/health", "/v1/models", "/props"},  # its /slots and /metrics would keep it from sleeping
+    "sglang": {"/v1/models", "/server_info", "/metrics"},  # its /health generates a token
     "transformers": {"/health", "/v1/models"},
     "lmstudio": {"/v1/models", "/api/v0/models"},
     "generic": {"/v1/models"},

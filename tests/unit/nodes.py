@@ -29,9 +29,16 @@ def kind(*, tags: bool = False) -> Kind:
     return Kind("fake", "Fake", _translate, _answer, _refusal, probe, names_have_tags=tags)
 
 
-def node(name: str = "a", *, models: tuple[str, ...] = ("m",), tags: bool = False, **spec: Any) -> Node:
+def node(
+    name: str = "a",
+    *,
+    models: tuple[str, ...] = ("m",),
+    tags: bool = False,
+    of_kind: Kind | None = None,
+    **spec: Any,
+) -> Node:
     """A healthy node that lists these models."""
-    made = Node(NodeSpec(f"http://{name}", name=name, **spec), Breaker(3, 15.0), kind(tags=tags))
+    made = Node(NodeSpec(f"http://{name}", name=name, **spec), Breaker(3, 15.0), of_kind or kind(tags=tags))
     made.state = NodeState.HEALTHY
     made.list_models([ModelInfo(model) for model in models])
     return made

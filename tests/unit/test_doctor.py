@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from app.doctor.findings import Code, Finding, Level, cleaned, document, good, w
 from app.doctor.judge_machine import judge_ledger, judge_machine, judge_port, judge_redis
 from app.doctor.judge_models import judge_models
 from app.doctor.judge_places import judge_clocks, judge_cloud, judge_node, judge_prices
+from app.doctor.judge_preload import judge_preload
 from app.domain import LoadedModel, ModelInfo, NodeSpec, NodeState
 from app.providers.base import Health
 from app.routing.route_spec import RouteSpec
@@ -30,7 +32,7 @@ def _spec(url: str = FAR, name: str = "gpu1", **more: Any) -> NodeSpec:
 
 
 def _ollama(name: str = "gpu1", *models: str | ModelInfo, **more: Any) -> PlaceFacts:
-    spec = {key: more.pop(key) for key in ("num_ctx", "vram_gb", "models_said") if key in more}
+    spec = {key: more.pop(key) for key in ("num_ctx", "vram_gb", "models_said", "preload") if key in more}
     said = spec.pop("models_said", ())
     listed = tuple(ModelInfo(model) if isinstance(model, str) else model for model in models or ("m:latest",))
     return PlaceFacts(
@@ -380,3 +382,39 @@ def test_every_finding_is_explained() -> None:
     explained = DOCS.read_text("utf-8")
 
     assert not [code.value for code in Code if f"`{code.value}`" not in explained]
+
+
+# -- models to load beforehand
+
+
+def _big(name: str) -> ModelInfo:
+    return ModelInfo(name, size_bytes=6 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "models", "said"),
+    [
+        ([_ollama("a", "m:latest"), _ollama("b")], ["m"], []),
+        ([_ollama("a", "m:latest")], ["alias"], []),
+        ([_ollama("a", "m:latest")], ["other"], ["which no node has"]),
+        ([_ollama("a", "m:latest"), PlaceFacts(_spec(), Trouble.REFUSED)], ["other"], []),
+        ([_ollama("a", "m:latest", preload=("m",))], [], []),
+        ([_ollama("a", "m:latest", preload=("other",))], [], ["which it does not have"]),
+        ([_ollama("a", _big("m"), _big("n"), preload=("m", "n"), vram_gb=8)], [], ["12.0 GiB of models"]),
+        ([_ollama("a", _big("m"), _big("n"), preload=("m", "n"), vram_gb=12)], [], []),
+    ],
+)
+def test_models_that_cannot_be_loaded_beforehand_are_named(
+    nodes: list[PlaceFacts], models: list[str], said: list[str]
+) -> None:
+    found = judge_preload(nodes, models, (RouteSpec("alias", local="m"),))
+
+    assert [finding.code for finding in found] == [Code.PRELOAD] * len(said)
+    assert all(part in finding.message for part, finding in zip(said, found, strict=True))
+
+
+def test_a_node_that_loads_nothing_on_demand_needs_no_preload() -> None:
+    node = _vllm("a", ModelInfo("m"))
+    node = dataclasses.replace(node, spec=dataclasses.replace(node.spec, preload=("m",)))
+
+    assert "loads nothing on demand" in judge_preload([node], [], ())[0].message

@@ -31,6 +31,7 @@ FULL = StoredNode(
         max_concurrency=4,
         vram_gb=24,
         num_ctx=8192,
+        preload=("m1",),
         role=Role.DECODE,
         price=Price(150_000, 600_000, 75_000),
         retries=2,

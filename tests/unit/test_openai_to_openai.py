@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.domain import Failure, Operation, Usage
+from app.domain import Failure, Operation, Timings, Usage
 from app.errors import NodeFailure, RequestRefused
 from app.providers import KINDS, openai_document, openai_stream
 from tests.unit.openai_events import (
@@ -298,6 +298,28 @@ def test_usage_without_counts_is_unknown_rather_than_zero(counts: dict[str, Any]
 
 
 # -- the end
+
+
+TIMINGS = {"cache_n": 33, "prompt_n": 5, "prompt_ms": 47.5, "predicted_n": 4, "predicted_ms": 75.0}
+
+
+@pytest.mark.parametrize(
+    ("told", "timings"),
+    [
+        (TIMINGS, Timings(None, 0.0475, 0.075, 5, 33)),
+        ({"prompt_ms": 100, "predicted_ms": 200, "prompt_n": "many"}, Timings(None, 0.1, 0.2)),
+        ({"prompt_n": 5}, None),
+        ("soon", None),
+    ],
+)
+def test_what_llamacpp_says_of_its_speed_is_read(told: Any, timings: Timings | None) -> None:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}
+    streamed, whole = (KINDS["llamacpp"].answer(call(stream=stream)) for stream in (True, False))
+
+    run(streamed, event(text("Hi")) + FINISH + event({**usage_chunk(), "timings": told}) + DONE)
+    run(whole, orjson.dumps({"model": "m", "choices": [choice], "timings": told}))
+
+    assert streamed.timings == whole.timings == timings
 
 
 def test_missing_done_is_added() -> None:

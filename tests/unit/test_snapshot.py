@@ -13,6 +13,7 @@ import pytest
 from app.commands.top import Picture
 from app.domain import (
     Budget,
+    EngineLoad,
     LoadedModel,
     ModelInfo,
     NodeSpec,
@@ -289,12 +290,15 @@ async def test_no_secret_of_a_node_is_shown() -> None:
     assert b"http://node0:1/" in text
 
 
-async def test_a_node_is_shown_with_its_memory() -> None:
-    shown = orjson.loads(await Gateway(_node(models=5)).snapshots.now())
+async def test_a_node_is_shown_with_its_memory_and_the_load_of_its_engine() -> None:
+    node = _node(models=5)
+    node.engine, node.foreign = EngineLoad(running=2, slots=4), 2
+    shown = orjson.loads(await Gateway(node).snapshots.now())
 
-    (node,) = shown["nodes"]
-    assert (node["models"], node["vram_bytes"], node["vram_gb"]) == (5, 4 * 2**30, 24)
-    assert node["loaded"][0] == {"name": "model0", "vram_bytes": 2**30, "context_length": 8192}
+    (seen,) = shown["nodes"]
+    assert (seen["models"], seen["vram_bytes"], seen["vram_gb"]) == (5, 4 * 2**30, 24)
+    assert (seen["foreign"], seen["slots"]) == (2, 4)
+    assert seen["loaded"][0] == {"name": "model0", "vram_bytes": 2**30, "context_length": 8192}
     assert shown["replicas"] == ["me", "other"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.domain import Failure, Usage
+from app.domain import Failure, Timings, Usage
 from app.errors import NodeFailure, RequestRefused
 from app.providers import ollama_to_openai
 from app.providers.ollama import KIND
@@ -299,6 +299,17 @@ def test_cached_tokens_are_told(stream: bool) -> None:
 
     assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
     assert done.answer.usage == Usage(11, 7, 8)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("cached", "told"), [(8, (3, 8)), (None, (None, None)), (0, (None, None))])
+def test_what_was_read_is_told_where_the_node_says_what_it_had(
+    stream: bool, cached: int | None, told: tuple[int | None, int | None]
+) -> None:
+    durations = {"prompt_eval_duration": 500_000_000, "eval_duration": 2_000_000_000}
+    done = run(call(chat(stream=stream)), [line("Hi", done=True, prompt_eval_cached_count=cached, **durations)])
+
+    assert done.answer.timings == Timings(None, 0.5, 2.0, *told)
 
 
 # -- what an answer holds

@@ -121,7 +121,7 @@ class ShortestExpectedDelay(Policy):
     def _only(self, candidates: list[Candidate], job: Job, now: float) -> list[Candidate]:
         seat = self.forecast.seat(candidates[0])
         # With nowhere else to go, only a limit that is known is a reason to wait here rather than there.
-        if seat.work.room(seat, guessed=False) > len(seat.work.promised):
+        if seat.work.has_room(seat, now - job.since, guessed=False):
             return candidates
         self._promise(job, seat, 1.0)
         return []
@@ -139,7 +139,7 @@ class ShortestExpectedDelay(Policy):
 
     def _free(self, seat: Seat, job: Job, now: float) -> bool:
         """Whether a request would start on it at once, or make it load."""
-        if seat.work.room(seat) <= len(seat.work.promised):
+        if not seat.work.has_room(seat, now - job.since):
             return False
         loading = seat.loading
         if now < seat.doubted_until:
@@ -156,6 +156,8 @@ class ShortestExpectedDelay(Policy):
 
     def _promise(self, job: Job, seat: Seat, service: float) -> None:
         job.seat, job.wait_for = seat, service
+        if seat.work.node.foreign:
+            self.forecast.on_look(seat.work.node)  # nobody else will say when those are over
         self.renew(job)
 
     def renew(self, job: Job) -> None:
@@ -221,7 +223,7 @@ class ShortestExpectedDelay(Policy):
         seat, now = self.forecast.seat(candidate), self.forecast.clock()
         if seat.warm or seat.loading is not None or now > until:
             work.wanted = None
-        elif not (work.bookings and work.chance_of_eviction(seat.size)) and self._free(seat, job, now):
+        elif not (work.bookings and work.chance_of_eviction(seat.takes)) and self._free(seat, job, now):
             work.wanted = None
             self.start_load(candidate, job)
 
