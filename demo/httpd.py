@@ -308,8 +308,10 @@ class Connection(asyncio.Protocol):
             self._exchange = self._task = None
             if not exchange.over:
                 exchange.close()
-            else:
+            elif self._server.listening:
                 self._advance()
+            else:
+                self.transport.close()  # else its client would go on as before, and never notice
 
 
 class Server:
@@ -324,7 +326,7 @@ class Server:
         self.port = port
         self._admit = admit
         self._listener: socket.socket | None = None
-        self._listening = False
+        self.listening = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -333,13 +335,13 @@ class Server:
 
     def listen(self) -> None:
         """Accepts connections from now on; on a free port the first time when none was named."""
-        if self._listening:
+        if self.listening:
             return
         if self._listener is None:
             self._listener = self._bound()
         self._listener.listen(BACKLOG)
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept, self._listener)
-        self._listening = True
+        self.listening = True
 
     def refuse(self) -> None:
         """Refuses connections from now on but keeps the port: bound without listening, the kernel answers RST."""
@@ -398,11 +400,11 @@ class Server:
     def _stop_listening(self) -> None:
         if self._listener is None:
             return
-        if self._listening:
+        if self.listening:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
         self._listener = None
-        self._listening = False
+        self.listening = False
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

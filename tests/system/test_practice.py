@@ -58,6 +58,8 @@ class Started:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def wait(self) -> None:
         wait_until(lambda: self._knows_its_models() or self.process.poll() is not None)
 
     @property
@@ -85,9 +87,12 @@ def started(tmp_path: Path) -> Iterator[Started]:
     if ollama_answers(OLLAMA_PORT):
         pytest.skip("this machine has an Ollama")
     gateway = Started(tmp_path)
-    yield gateway
-    gateway.process.kill()
-    gateway.process.communicate()
+    try:
+        gateway.wait()
+        yield gateway
+    finally:
+        gateway.process.kill()
+        gateway.process.communicate()
 
 
 def test_the_first_request_is_answered_without_any_settings(started: Started) -> None:
