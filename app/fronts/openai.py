@@ -37,7 +37,15 @@ from app.fronts.asgi import (
 )
 from app.fronts.auth import Doors, check_route
 from app.fronts.keep_alive import COMMENT, KeepAlive, told_late
-from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers, refusal_event
+from app.fronts.openai_wire import (
+    check,
+    decode,
+    error_document,
+    error_event,
+    error_headers,
+    refusal_event,
+    trailer,
+)
 from app.fronts.turnstile import Turnstile
 from app.request_ids import CURRENT, RequestIds, trace_of
 from app.routing.dispatch import Dispatcher
@@ -225,6 +233,8 @@ class _Exchange:
         except NodeFailure as failure:
             self.error, self.outcome = failure, Outcome.FAILED
             data = error_event(failure)
+        if self.trail.turns and self.trail.continued:
+            data += self._trailer()
         watch.done()
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -267,6 +277,18 @@ class _Exchange:
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
         await send_json(self._send, error.status, error_document(error), headers)
+
+    def _trailer(self) -> bytes:
+        trail = self.trail
+        return trailer(
+            {
+                "x-hearth-continued": trail.continued,
+                "x-hearth-node": trail.node,
+                "x-hearth-tier": tier_name(trail.tier),
+                "x-hearth-attempts": trail.tried,
+                "x-hearth-model": trail.model,
+            }
+        )
 
     def _own_lines(self) -> bytes:
         """The headers that no other answer has."""
