@@ -164,36 +164,45 @@ class Joint:
     a node repeats it. One that begins anew is a `NodeFailure`.
     """
 
-    __slots__ = ("_held", "_start", "_tail", "_untold", "done")
+    __slots__ = ("_compared", "_held", "_start", "_tail", "_untold", "done")
 
     def __init__(self, text: str, start: str) -> None:
         self.done = False
+        self._compared = False
         self._held = ""
         self._start = start.lstrip()
         self._tail = start[-_TAIL:]
         self._untold = text[len(start) :]
 
     def add(self, text: str) -> str:
-        """What of the text so far can be said now."""
+        """What of the text so far can be said now. Raises `NodeFailure`."""
         if self.done:
             return text
         self._held += text
-        core = self._held.lstrip()
-        if not core or self._undecided(core):
+        if not self._compared and self._undecided(self._held.lstrip()):
             return ""
-        return self.end()
+        self._compare()
+        return self.end() if self._held.strip() else ""
 
     def end(self) -> str:
         """What is held, as nothing comes that it could be compared with. Raises `NodeFailure`."""
         if self.done:
             return ""
-        held, self._held, self.done = self._held, "", True
-        core = held.lstrip()
-        repeated = self._repeated(core)
-        return self._spaced(core[repeated:] if repeated else held)
+        self._compare()
+        self.done = True
+        return self._spaced(self._held)
+
+    def _compare(self) -> None:
+        """Drops what repeats the text."""
+        core = self._held.lstrip()
+        if not self._compared and (repeated := self._repeated(core)):
+            self._held = core[repeated:]
+        self._compared = True
 
     def _undecided(self, core: str) -> bool:
         """Whether it may still turn out to repeat something."""
+        if not core:
+            return True
         if len(self._start) >= _REPEATED_LEAST and len(core) < len(self._start) and self._start.startswith(core):
             return True
         return any(len(end) > len(core) and end.startswith(core) for end in self._ends(core))
@@ -216,7 +225,8 @@ class Joint:
         same = alike(core, start)
         if same == len(start) and _telling(start):
             return same
-        if _ANEW_LEAST <= same < len(core) and _telling(core[:same]) and start.count(core[:same]) == 1:
+        piece = core[:same].rstrip()
+        if len(core) > same and len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
             raise not_continued("it began the answer anew instead of going on with it")
         return max((len(end) for end in self._ends(core) if core.startswith(end) and _telling(end)), default=0)
 
