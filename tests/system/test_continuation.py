@@ -267,7 +267,13 @@ async def test_a_node_that_refuses_or_begins_anew_is_passed_over() -> None:
     first, refusing = pair()
     anew, good = pair()
     anew.engine.flavour = replace(VLLM, prefill=prefills.never)
-    async with first, refusing, anew, good, gateway(**in_order(first, refusing, anew, good)) as hearth:
+    async with (
+        first,
+        refusing,
+        anew,
+        good,
+        gateway(**in_order(first, refusing, anew, good, breaker_fail_max=1)) as hearth,
+    ):
         first.behave(Behaviour.CLOSE_MIDWAY, after=12)
         refusing.behave(Behaviour.STATUS_400)
         anew.script.text = STORY[:40] + "and so on."
@@ -279,8 +285,8 @@ async def test_a_node_that_refuses_or_begins_anew_is_passed_over() -> None:
         (line,) = hearth.lines.requests()
         assert [each["outcome"] for each in line["attempts"]] == ["failed", "refused", "failed", "ok"]
         assert line["attempts"][2]["failure"] == "not_continued"
-        breakers = {name: node["breaker"]["failures"] for name, node in (await hearth.nodes()).items()}
-        assert (breakers["n1"], breakers["n2"]) == (0, 0)
+        states = {name: node["breaker"]["state"] for name, node in (await hearth.nodes()).items()}
+        assert (states["n0"], states["n1"], states["n2"]) == ("open", "closed", "closed")
 
 
 async def test_a_limit_that_is_used_up_ends_the_stream_with_length() -> None:
