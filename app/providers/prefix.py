@@ -38,7 +38,11 @@ PREFIXES: Final[Mapping[str, Prefix | None]] = {
     "off": None,
 }
 
-OLLAMA: Final = Prefix(by_itself=True, reasoning=("reasoning",))
+OLLAMA: Final = Prefix(
+    by_itself=True,
+    fields={"think": False, "reasoning": None, "reasoning_effort": None},
+    reasoning=("reasoning",),
+)
 VLLM: Final = Prefix(fields=_FLAGS, reasoning=("reasoning", "reasoning_content"))
 SGLANG: Final = Prefix(fields=_FLAGS, no_thinking=_NO_THINKING)
 LMDEPLOY: Final = Prefix(by_itself=True, fields=_FLAGS, no_thinking=_NO_THINKING)

@@ -14,7 +14,7 @@ from app.domain import Failure, Operation, Timings, Usage
 from app.errors import NodeFailure
 from app.providers.base import Answer
 from app.providers.openai_stream import decoded, payload_of
-from app.providers.written import Fields, Written, alike, thoughts
+from app.providers.written import Fields, Written, thoughts
 
 _TAIL: Final = 256  # characters at the end of the text, of which a node might repeat some
 _REPEATED_LEAST: Final = 16  # characters; less may well be meant
@@ -222,7 +222,7 @@ class Joint:
     def _repeated(self, core: str) -> int:
         """How many characters at the beginning the client has already."""
         start = self._start
-        same = alike(core, start)
+        same = _alike(core, start)
         if same == len(start) and _telling(start):
             return same
         piece = core[:same].rstrip()
@@ -239,6 +239,14 @@ class Joint:
             spaces = left[: len(left) - len(left.lstrip())]
             return left if "\n" in spaces else left[len(spaces) :]
         return left
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(place for place in range(most) if one[place] != other[place])
 
 
 def _telling(text: str) -> bool:

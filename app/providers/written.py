@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 
@@ -11,21 +12,20 @@ from app.domain import Operation, Usage
 
 KEPT_BYTES_MAX: Final = 2**20
 
-_SQUEEZED_AT: Final = 16 * 1024  # bytes
-_BETWEEN: Final = b"\0"  # stands for what is alike between two texts; no JSON holds it
+_PACKED_AT: Final = 16 * 1024  # bytes
 _HEAD: Final = ("id", "object", "created", "model", "system_fingerprint")
 _PLAIN: Final = frozenset({"role", "content", "reasoning", "reasoning_content"})
 _TOKEN_CHARACTERS: Final = 4
 _TOKEN_CHARACTERS_MOST: Final = 10  # on average; events with more have several tokens each
 
 Fields = dict[str, Any]
-T = TypeVar("T", str, bytes)
 
 
 class Sent:
-    """The events that went to the client. Adding costs a copy; of long streams only the texts are kept.
+    """The events that went to the client. Adding costs a copy, and 0.3 us an event where a long stream is packed.
 
-    `lost` is set when they were too many: nobody can go on with the answer then.
+    Events are so much alike that hardly more than their texts is left then. `lost` is set when even that was too much:
+    nobody can go on with the answer.
     """
 
     __slots__ = ("_kept", "_recent", "_size", "lost")
@@ -33,55 +33,35 @@ class Sent:
     def __init__(self, events: bytes) -> None:
         self.lost = False
         self._recent = bytearray(events)
-        self._kept: list[tuple[bytes, bytes]] = []  # squeezed events, and what was between their texts
+        self._kept: list[bytes] = []
         self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        return self._size + len(self._recent)
 
     def add(self, events: bytes) -> None:
         self._recent += events
-        if len(self._recent) > _SQUEEZED_AT:
-            self._squeeze()
+        if len(self._recent) > _PACKED_AT:
+            self._pack()
 
     def pieces(self) -> Iterator[bytes]:
         """All events in their order, some at a time."""
-        for squeezed, between in self._kept:
-            yield squeezed.replace(_BETWEEN, between) if between else squeezed
+        for packed in self._kept:
+            yield zlib.decompress(packed)
         yield bytes(self._recent)
 
-    def _squeeze(self) -> None:
-        if self.lost:
-            self._recent.clear()
-            return
-        between = _between(self._recent)
-        squeezed = bytes(self._recent.replace(between, _BETWEEN) if between else self._recent)
-        self._size += len(squeezed)
+    def _pack(self) -> None:
+        if not self.lost:
+            packed = zlib.compress(self._recent, 1)
+            self._kept.append(packed)
+            self._size += len(packed)
+            if self._size > KEPT_BYTES_MAX:
+                self.lost = True
+                self._kept.clear()
+                self._size = 0
         self._recent.clear()
-        self._kept.append((squeezed, between))
-        if self._size > KEPT_BYTES_MAX:
-            self.lost = True
-            self._kept.clear()
-
-
-def _between(events: bytearray) -> bytes:
-    """What stands between two texts of the stream's last events; b"" when that cannot be told."""
-    if _BETWEEN in events:
-        return b""
-    last = events.rsplit(b"\n\n", 3)
-    if len(last) < 4 or last[3]:
-        return b""
-    one, other = bytes(last[1]), bytes(last[2])
-    head = one[: alike(one, other)]
-    tail = one[len(one) - alike(one[::-1], other[::-1]) :]
-    head = head[: head.rfind(b':"') + 2] if b':"' in head else b""
-    tail = tail[tail.find(b'"}') :] if b'"}' in tail else b""
-    return tail + b"\n\n" + head if head and tail else b""
-
-
-def alike(one: T, other: T) -> int:
-    """How many members both begin with."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    return next(place for place in range(most) if one[place] != other[place])
 
 
 class Written:

@@ -34,6 +34,7 @@ class Reply:
         "_answer",
         "_attempt",
         "_dropped",
+        "_held",
         "_owned",
         "_rescue",
         "_response",
@@ -61,6 +62,7 @@ class Reply:
         """`total` says what all parts took together, from what this last one did."""
         self._attempt = attempt
         self._dropped = 0
+        self._held = True  # the node's connection
         self._rescue: Rescue | None = None
         self._sent: Sent | None = None
         self._total = total
@@ -112,7 +114,7 @@ class Reply:
             self.complete = self.over = True
             return rest
         self._attempt, self._response, self._answer = rest._attempt, rest._response, rest._answer
-        self._owned, self._total = rest._owned, rest._total
+        self._owned, self._total, self._held = rest._owned, rest._total, True
         self._dropped = self._trail.dropped_events
         self.complete, self.over = rest.complete, rest.over
         sent.add(rest.first)
@@ -177,7 +179,10 @@ class Reply:
                 self._trail.usage = self._usage
 
     def _let_go(self) -> None:
-        """Gives the node's connection back, and up what belongs to it."""
+        """Gives the node's connection back, once, and up what belongs to it."""
+        if not self._held:
+            return
+        self._held = False
         if self._owned is not None:
             self._owned.cancel()
         # Not every sort of answer has events.

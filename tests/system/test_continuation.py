@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.fakes import KINDS, Behaviour, Delta, FakeCloud, FakeNode, FakeVLLM, NodeProcess, ToolCall
+from tests.fakes import KINDS, Behaviour, Delta, FakeCloud, FakeLMDeploy, FakeNode, FakeVLLM, NodeProcess, ToolCall
 from tests.fakes import prefill as prefills
 from tests.fakes.billing import BillingCloud
 from tests.fakes.flavours import VLLM
@@ -219,6 +219,18 @@ async def test_a_lone_node_is_not_asked_again() -> None:
         assert answer.done
         assert len(first.inferences) == 1
         assert await metric(hearth, "nobody") == 1
+
+
+async def test_a_node_that_nobody_replaced_is_still_of_use() -> None:
+    """Its answer was read to the end, so that its connection is used again: for one request at a time."""
+    first, _ = pair("ollama", token_seconds=0.005)
+    async with first, gateway(**in_order(first)) as hearth:
+        first.behave(Behaviour.NO_TERMINATOR, times=1)
+        assert (await tell(hearth)).error
+
+        answers = await asyncio.gather(*(tell(hearth) for _ in range(4)))
+
+        assert [answer.text for answer in answers] == [STORY] * 4
 
 
 @pytest.mark.parametrize("other", ["generic", "tgi", "lmstudio", "transformers", "cloud"])
@@ -446,6 +458,27 @@ async def test_the_sdk_reads_streams_of_many_deaths_to_the_end() -> None:
                 ]
 
         assert await asyncio.to_thread(texts) == [STORY] * 5
+
+
+async def test_a_pair_of_nodes_goes_on_too() -> None:
+    """A prefill and a decode node share the rest of the answer, as they do any other."""
+    common: dict[str, Any] = {"models": ["m"], "text": STORY}
+    async with (
+        FakeLMDeploy(role="prefill", **common) as prefill,
+        FakeLMDeploy(role="decode", **common) as first,
+        FakeLMDeploy(role="decode", **common) as second,
+    ):
+        roles = {"n0": {"role": "prefill"}, "n1": {"role": "decode"}, "n2": {"role": "decode"}}
+        settings = in_order(prefill, first, second, serving_strategy="DistServe", **roles)
+        async with gateway(**settings) as hearth:
+            first.behave(Behaviour.CLOSE_MIDWAY, after=6)
+
+            answer = await tell(hearth)
+
+            assert answer.whole
+            assert answer.text == STORY
+            assert len(prefill.inferences) == 2
+            assert await hearth.in_flight() == 0
 
 
 async def test_many_streams_go_on_at_once() -> None:

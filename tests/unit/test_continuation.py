@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any, NamedTuple
 
 import orjson
@@ -118,20 +119,20 @@ def test_a_long_stream_takes_little_more_than_its_text() -> None:
     for number in range(20_000):
         sent.add(event(text(f" w{number}")))
 
-    kept = sum(len(squeezed) for squeezed, _ in sent._kept) + len(sent._recent)
-    assert kept < 20_000 * 10 + 16 * 1024
+    assert sent.size < 20_000 * 8 + 16 * 1024
     assert not sent.lost
 
 
 def test_what_is_too_long_is_not_kept() -> None:
+    noise = Random(1)
     sent = Sent(event(ROLE))
     while not sent.lost:
-        sent.add(event(text("x" * 8000)))
+        sent.add(event(text(noise.randbytes(8000).hex())))
 
     for _ in range(10):
         sent.add(event(text("x" * 8000)))
 
-    assert sum(map(len, sent.pieces())) < KEPT_BYTES_MAX / 8
+    assert sent.size < KEPT_BYTES_MAX / 8
 
 
 # -- who may go on
@@ -267,6 +268,11 @@ def test_a_node_does_not_think_again(kind: str, names: set[str], kwargs: Any) ->
     last = body["messages"][-1]
     assert {name: last[name] for name in last if name not in ("role", "content")} == dict.fromkeys(names, "hm")
     assert body.get("chat_template_kwargs") == kwargs
+    assert body.get("think") is (False if kind == "ollama" else None)
+
+
+def test_an_effort_does_not_make_ollama_think_again() -> None:
+    assert asked("ollama", reasoning_effort="high")["think"] is False
 
 
 def test_what_the_client_tells_the_template_stays() -> None:
