@@ -44,7 +44,6 @@ from app.fronts.openai_wire import (
     error_event,
     error_headers,
     refusal_event,
-    trailer,
 )
 from app.fronts.turnstile import Turnstile
 from app.request_ids import CURRENT, RequestIds, trace_of
@@ -279,16 +278,11 @@ class _Exchange:
         await send_json(self._send, error.status, error_document(error), headers)
 
     def _trailer(self) -> bytes:
-        trail = self.trail
-        return trailer(
-            {
-                "x-hearth-continued": trail.continued,
-                "x-hearth-node": trail.node,
-                "x-hearth-tier": tier_name(trail.tier),
-                "x-hearth-attempts": trail.tried,
-                "x-hearth-model": trail.model,
-            }
-        )
+        """Who wrote the end of a stream that went on elsewhere, as its headers tell of the first node alone.
+
+        It comes after [DONE], where none reads on: some clients take the first line of a block for its data.
+        """
+        return told_late([(b"x-hearth-continued", b"%d" % self.trail.continued), *_server_headers(self.trail)])
 
     def _own_lines(self) -> bytes:
         """The headers that no other answer has."""

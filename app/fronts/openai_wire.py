@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
 
 import orjson
 
@@ -13,7 +12,6 @@ from app.domain import Operation
 from app.errors import HearthError, InvalidRequest, NodeFailure
 
 _MODEL_CHARACTERS = 512
-_LEGIBLE = ":/@+,.-_[]"  # in a value of a trailer
 
 
 def error_document(error: HearthError) -> dict[str, Any]:
@@ -44,16 +42,6 @@ def error_event(failure: NodeFailure) -> bytes:
 def refusal_event(error: HearthError) -> bytes:
     """The end of a stream for which nothing but comments was sent."""
     return b"data: " + orjson.dumps(error_document(error)) + b"\n\ndata: [DONE]\n\n"
-
-
-def trailer(facts: Mapping[str, str | int]) -> bytes:
-    """The last line of a stream that went on elsewhere, as its headers tell of the first node alone.
-
-    A comment, which clients skip. It comes after [DONE], where none reads on, and ends no event, as a blank line would
-    do, for which some clients expect data.
-    """
-    told = " ".join(f"{name}={quote(str(value), safe=_LEGIBLE)}" for name, value in facts.items())
-    return f": {told}\n".encode()
 
 
 def decode(body: bytes) -> dict[str, Any]:
