@@ -243,6 +243,7 @@ async def test_a_kind_that_does_not_know_how_is_not_asked(other: str) -> None:
 
         assert answer.error
         assert not second.inferences
+        assert len(hearth.lines.requests()[0]["attempts"]) == 1
 
 
 CALL = ToolCall("weather", {"city": "a long name of a city"})
@@ -378,6 +379,21 @@ async def test_the_cloud_goes_on_only_when_it_is_told_to(
             assert answer.text == STORY
             assert cloud.inferences[0].json["messages"][-1]["prefix"] is True
             assert {each["model"] for each in answer.events} == {"m"}
+
+
+async def test_a_part_that_nobody_counted_is_paid_for_what_it_was(tmp_path: Path) -> None:
+    books = Books(f"sqlite:///{tmp_path / 'hearth.db'}")
+    async with BillingCloud(text=STORY) as first, BillingCloud(text=STORY) as second:
+        second.engine.tells_usage = False
+        money = paid(first, second, shared={"prefix": "prefix"}, cloud_budget_usd=1, continuation="all")
+        async with gateway(local_nodes="[]", database_url=books.url, **money) as hearth:
+            first.behave(Behaviour.CLOSE_MIDWAY, after=12)
+
+            assert (await tell(hearth, model="far")).text == STORY
+
+            begun, ended = await books.closed(2)
+            assert 12 <= begun["tokens_out"] <= 13
+            assert TOKENS - 12 <= ended["tokens_out"] <= TOKENS - 12 + 2
 
 
 async def test_every_part_in_the_cloud_is_paid_by_itself(tmp_path: Path) -> None:
