@@ -152,9 +152,9 @@ async def test_a_comment_after_the_end_names_the_last_node() -> None:
 
         response = await hearth.chat(stream=True)
 
-        facts = ": x-hearth-continued=1 x-hearth-node=n1 x-hearth-tier=local x-hearth-attempts=2 x-hearth-model=m\n"
+        facts = ": x-hearth-continued=1 x-hearth-node=n1 x-hearth-tier=local x-hearth-attempts=2 x-hearth-model=m"
         assert response.headers["x-hearth-node"] == "n0"
-        assert response.text.endswith(f"\n\ndata: [DONE]\n\n{facts}")
+        assert response.text.endswith(f"\n\ndata: [DONE]\n\n{facts} x-hearth-queue-ms=0\n")
         assert "x-hearth" not in whole.text
 
 
