@@ -34,6 +34,7 @@ from app.setting_values import (
     whole,
 )
 
+PREFIXES = ("last", "continue_final_message", "prefix", "partial", "off")
 LOCAL_KINDS = ("ollama", "vllm", "tgi", "lmdeploy", "llamacpp", "sglang", "transformers", "lmstudio", "generic")
 CLOUD_KIND = "cloud"
 
@@ -59,6 +60,7 @@ class CloudProvider:
     health_check: bool = True
     tls_verify: bool = True
     ca_file: str | None = None
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ def _cloud_spec(provider: CloudProvider, key: str) -> NodeSpec:
         health_check=provider.health_check,
         tls_verify=provider.tls_verify,
         ca_file=provider.ca_file,
+        prefix=provider.prefix,
     )
 
 
@@ -186,6 +189,10 @@ def _kind(value: object) -> str:
         return choice(re.sub(r"[\s._-]", "", text(value)), LOCAL_KINDS, _KIND_ALIASES)
     except ValueError:
         raise ValueError(f"{shown(value)} is not one of {', '.join(LOCAL_KINDS)}") from None
+
+
+def _prefix(value: object) -> str:
+    return "off" if value is False else choice(value, PREFIXES)  # YAML reads off as false
 
 
 def _role(value: object) -> Role:
@@ -252,6 +259,7 @@ _CONNECTION_READERS: Readers = {
     "health_check": flag,
     "tls_verify": flag,
     "ca_file": _ca_file,
+    "prefix": _prefix,
 }
 _BUDGET_READERS: Readers = {
     "budget_usd": micro_dollars,

@@ -48,6 +48,7 @@ class Failure(StrEnum):
     MALFORMED = "malformed_answer"
     ERROR_EVENT = "error_event"  # an error object where content was expected
     CUT = "cut"  # ended in the middle of its answer
+    NOT_CONTINUED = "not_continued"  # did not go on with what another node had begun
 
 
 class NodeState(StrEnum):
@@ -160,6 +161,7 @@ class NodeSpec:
     health_check: bool = True  # False = never probed, and taken to be up
     tls_verify: bool = True
     ca_file: str | None = None  # certificates to trust for this node, in place of the system's
+    prefix: str | None = None  # how it goes on with an answer that has begun; None = as its kind does
 
 
 @dataclass(frozen=True, slots=True)

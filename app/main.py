@@ -44,6 +44,7 @@ from app.routing.admission import Admission
 from app.routing.asking import Asking, Timeouts
 from app.routing.breaker import Breaker
 from app.routing.choice import Choice
+from app.routing.continuation import Where
 from app.routing.dispatch import Dispatcher
 from app.routing.ended import Report
 from app.routing.explain import Explainer
@@ -224,6 +225,7 @@ class Parts:
             request_seconds=settings.request_timeout,
             pairs=pairs,
             loads=self.loads,
+            continuation=Where(settings.continuation),
             suspect=self.prober.suspect,
             on_missing=self.reporter.advice.missing,
         )

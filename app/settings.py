@@ -49,6 +49,7 @@ STRATEGIES = (
     "min_expected_latency",
     "min_observed_latency",
 )
+CONTINUATIONS = ("off", "local", "all")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
 BUDGET_PERIODS = tuple(period.value for period in Period)
@@ -136,6 +137,10 @@ def _is_off(value: object) -> bool:
     return value is False or (isinstance(value, str) and value.strip().lower() == _OFF)
 
 
+def _continuation(value: object) -> str:
+    return _OFF if _is_off(value) else values.choice(value, CONTINUATIONS)
+
+
 def _nodes_file(value: object) -> Path | None:
     """Where to write; it need not exist. None when off."""
     if _is_off(value):
@@ -203,6 +208,8 @@ class Settings(BaseSettings):
     keep_alive_after: Annotated[float, BeforeValidator(values.seconds_or_never)] = 0.0
     idle_timeout: Seconds = 300.0
     max_attempts: Annotated[int, _whole(1, hint="1 tries once and never again")] = 4
+
+    continuation: Annotated[str, BeforeValidator(_continuation)] = "local"
 
     health_check_interval: Seconds = 5.0
     health_check_timeout: Seconds = 3.0

@@ -219,7 +219,9 @@ class Ollama:
             return document(self._idle_line(body, model, {"message": {"role": "assistant", "content": ""}}))
         words = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
         prompt = sum(count_tokens(message["content"]) for message in messages)
-        return self._render(body, edit(self._reply(body, words, prompt)), _chat_payload)
+        last = messages[-1]
+        start = last["content"] if last["role"] == "assistant" else ""  # such a message is gone on with
+        return self._render(body, edit(self._reply(body, words, prompt, start)), _chat_payload)
 
     async def _generate(self, body: Mapping[str, Any], edit: Edit) -> Answer:
         prompt = body.get("prompt") or ""
@@ -230,7 +232,9 @@ class Ollama:
         await self._load(model, body)
         if not prompt:
             return document(self._idle_line(body, model, {"response": ""}))
-        reply = edit(self._reply(body, prompt, count_tokens(prompt)))
+        # Where there is a template, the prompt is what a user says, whatever it ends with.
+        start = self.script.begun_in(prompt) if body.get("raw") else ""
+        reply = edit(self._reply(body, prompt, count_tokens(prompt), start))
         last = {} if body.get("raw") else {"context": list(range(1, reply.prompt_tokens + reply.completion_tokens + 1))}
         return self._render(body, reply, _generate_payload, last)
 
@@ -314,9 +318,9 @@ class Ollama:
         self._expire()
         return {**_line_start(body), **payload, "done": True, "done_reason": "unload" if unload else "load"}
 
-    def _reply(self, body: Mapping[str, Any], words: str, prompt_tokens: int) -> Reply:
+    def _reply(self, body: Mapping[str, Any], words: str, prompt_tokens: int, start: str = "") -> Reply:
         limit = (body.get("options") or {}).get("num_predict")
-        reply = self.script.reply(words, prompt_tokens, limit)
+        reply = self.script.reply(words, prompt_tokens, limit, start=start, thinks=not start)
         if body.get("think") is False:
             spoken = tuple(delta for delta in reply.deltas if delta.content or delta.tool_calls)
             return Reply(spoken, prompt_tokens, reply.finish, True, reply.first_seconds, reply.token_seconds)

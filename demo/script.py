@@ -113,9 +113,24 @@ class Script:
     first_seconds: float = 0.0
     token_seconds: float = 0.0
 
-    def reply(self, words: str, prompt_tokens: int, limit: int | None = None) -> Reply:
-        """The answer to these words, cut at `limit` deltas as a model is cut at its token limit."""
-        deltas = self._deltas(words)
+    @property
+    def thinks(self) -> bool:
+        """Whether there are thoughts before the answer."""
+        return any(delta.reasoning for delta in self.deltas or ())
+
+    def begun_in(self, prompt: str) -> str:
+        """How much of its answer stands at the end of the prompt already."""
+        whole = "".join(delta.content for delta in self._deltas(prompt))
+        return next((whole[:end] for end in range(len(whole), 0, -1) if prompt.endswith(whole[:end])), "")
+
+    def reply(
+        self, words: str, prompt_tokens: int, limit: int | None = None, *, start: str = "", thinks: bool = True
+    ) -> Reply:
+        """The answer to these words, cut at `limit` deltas as a model is cut at its token limit.
+
+        What it has said of it already is its `start`, if the answer begins with that at all.
+        """
+        deltas = _after(self._deltas(words), start, thinks)
         finish = self.finish
         if limit is not None and 0 <= limit < len(deltas):
             deltas, finish = deltas[:limit], LENGTH
@@ -129,6 +144,19 @@ class Script:
         if self.echo is not None:
             return in_words(self.echo.format(words))
         return tuple(Delta(f"t{number} ") for number in range(self.tokens))
+
+
+def _after(deltas: tuple[Delta, ...], start: str, thinks: bool) -> tuple[Delta, ...]:
+    """The rest of an answer, without what was said, and without the thoughts if it does not think."""
+    if not "".join(delta.content for delta in deltas).startswith(start):
+        start = ""
+    left, rest = len(start), []
+    for delta in deltas:
+        content, left = delta.content[left:], max(0, left - len(delta.content))
+        reasoning = delta.reasoning if thinks else ""
+        if content or reasoning or delta.tool_calls or not (start or delta.reasoning):
+            rest.append(Delta(content, reasoning, delta.tool_calls))
+    return tuple(rest)
 
 
 def in_words(text: str) -> tuple[Delta, ...]:

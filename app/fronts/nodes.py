@@ -42,7 +42,7 @@ _BODY_BYTES = 64 * 1024
 _REFUSALS = {404: "There is no node at this URL.", 502: "The node could not be asked, or did not do it."}
 _OWN_KEYS = ("name", "kind", "api_key", "weight", "max_concurrency", "vram_gb", "num_ctx")
 # Not read here, but kept.
-_OPERATORS_KEYS = ("speed", "preload", "price", "retries", "health_check", "tls_verify", "ca_file")
+_OPERATORS_KEYS = ("speed", "preload", "price", "retries", "health_check", "tls_verify", "ca_file", "prefix")
 
 _NODE = {
     "type": "object",

@@ -37,7 +37,14 @@ from app.fronts.asgi import (
 )
 from app.fronts.auth import Doors, check_route
 from app.fronts.keep_alive import COMMENT, KeepAlive, told_late
-from app.fronts.openai_wire import check, decode, error_document, error_event, error_headers, refusal_event
+from app.fronts.openai_wire import (
+    check,
+    decode,
+    error_document,
+    error_event,
+    error_headers,
+    refusal_event,
+)
 from app.fronts.turnstile import Turnstile
 from app.request_ids import CURRENT, RequestIds, trace_of
 from app.routing.dispatch import Dispatcher
@@ -225,6 +232,8 @@ class _Exchange:
         except NodeFailure as failure:
             self.error, self.outcome = failure, Outcome.FAILED
             data = error_event(failure)
+        if self.trail.turns and self.trail.continued:
+            data += self._trailer()
         watch.done()
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -267,6 +276,13 @@ class _Exchange:
         if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append((b"allow", b"POST"))
         await send_json(self._send, error.status, error_document(error), headers)
+
+    def _trailer(self) -> bytes:
+        """Who wrote the end of a stream that went on elsewhere, as its headers tell of the first node alone.
+
+        It comes after [DONE], where none reads on: some clients take the first line of a block for its data.
+        """
+        return told_late([(b"x-hearth-continued", b"%d" % self.trail.continued), *_server_headers(self.trail)])
 
     def _own_lines(self) -> bytes:
         """The headers that no other answer has."""

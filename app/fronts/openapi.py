@@ -163,7 +163,9 @@ def _operation(path: str) -> dict[str, Any]:
         "summary": summary,
         "operationId": path.removeprefix("/v1/").replace("/", "_"),
         "tags": ["inference"],
-        "description": "OpenAI's request and answer; every field beyond these goes to the node as it is.",
+        "description": "OpenAI's request and answer; every field beyond these goes to the node as it is. A stream "
+        "whose node dies goes on with another one where that can be done, and a comment after `[DONE]` then names it; "
+        "else it ends with an event `error`.",
         "parameters": [LOCAL_ONLY, PRIORITY],
         "requestBody": {
             "required": True,

@@ -189,8 +189,8 @@ class LedgerPurse:
             self._on_trouble("a settlement failed; the budget counts it as reserved", error=repr(error))
 
     def usage_of(self, request: Request, trail: Trail) -> Usage:
-        """A guess at what a stream took of which nobody told the usage."""
-        return Usage(self._estimator.estimate_prompt(request), trail.events)
+        """A guess at what one node's part of a stream took of which nobody told the usage."""
+        return Usage(self._estimator.estimate_prompt(request), trail.events - trail.events_before)
 
 
 class _Reservation:

@@ -22,6 +22,7 @@ class Call(NamedTuple):
     capabilities: frozenset[str] | None = None  # of the model on that node; None = unknown
     output_limit: int | None = None  # tokens, where the client set no limit
     reasoning_content: bool = False  # also give reasoning under the name `reasoning_content`
+    goes_on: bool = False  # another node began the answer, and the request ends with what it wrote
 
 
 class Outgoing(NamedTuple):
@@ -97,6 +98,22 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """How one kind is told that the last message of a chat is the start of its answer.
+
+    `reasoning` are the names under which that message may hold the thoughts before it. `no_thinking` goes to the chat
+    template, so that the node does not begin with thoughts anew: where there were some, or else `always`.
+    """
+
+    by_itself: bool = False  # a last message of the assistant is always gone on with, whoever wrote it
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    message: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: tuple[str, ...] = ()
+    no_thinking: Mapping[str, Any] = field(default_factory=dict)
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     """How to speak to one kind of node.
 
@@ -116,3 +133,6 @@ class Kind:
     cloud: bool = False
     takes_num_ctx: bool = False  # a request says how large the context is to be
     names_have_tags: bool = False  # Ollama's model names: `m` = `m:latest`, case-insensitive
+    # How the node at this URL goes on with an answer that another one began; None = it does not know how.
+    prefix: Callable[[str], Prefix | None] = lambda url: None
+    continues_prompts: bool = False  # a completion goes on where its prompt ends, in the middle of an answer too

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import EngineLoad, LoadedModel, NodeState
+from app.providers import prefix
 from app.providers.base import Gauge, Health, Probe
 from app.providers.engine_load import document, metrics, positive_count, slots_alone
 from app.providers.openai_compatible import MODELS_PATH, compatible, health, models, owned_by, positive
@@ -65,4 +66,6 @@ KIND = compatible(
         ),
     ),
     signatures=(owned_by("llamacpp"),),  # /props says more, but not while the model is loading
+    prefix=lambda url: prefix.LLAMACPP,
+    continues_prompts=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import NodeState
+from app.providers import prefix
 from app.providers.base import Health, Probe
 from app.providers.engine_load import metrics
 from app.providers.openai_compatible import MODELS_PATH, compatible, health, models, owned_by
@@ -44,4 +45,6 @@ KIND = compatible(
     ),
     traits=Traits(old_limit=True),  # old versions; new ones know max_tokens as well
     signatures=(owned_by("lmdeploy"),),
+    prefix=lambda url: prefix.LMDEPLOY,
+    continues_prompts=True,
 )

@@ -52,4 +52,5 @@ KIND = compatible(
     ),
     traits=Traits(old_limit=True),
     signatures=(answers_with(_NATIVE_PATH, _is_native),),
+    continues_prompts=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import LoadedModel, ModelInfo, NodeState
+from app.providers import prefix
 from app.providers.base import Health, Kind, Probe, Signature
 from app.providers.ollama_errors import refusal
 from app.providers.ollama_to_openai import answer
@@ -101,5 +102,7 @@ KIND = Kind(
     # A node is Ollama when both hold: other servers have one of the two.
     signatures=(Signature("/api/version", _is_version), Signature("/api/tags", _is_tags)),
     takes_num_ctx=True,
+    prefix=lambda url: prefix.OLLAMA,
+    continues_prompts=True,
     names_have_tags=True,
 )

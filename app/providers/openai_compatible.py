@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from app.domain import ModelInfo, NodeState
-from app.providers.base import Health, Kind, Probe, Signature
+from app.providers.base import Health, Kind, Prefix, Probe, Signature
 from app.providers.openai_faults import refusal
 from app.providers.openai_to_openai import Requests, Traits, answer
 
@@ -25,6 +25,8 @@ def compatible(
     traits: Traits | None = None,
     signatures: tuple[Signature, ...] = (),
     cloud: bool = False,
+    prefix: Callable[[str], Prefix | None] = lambda url: None,
+    continues_prompts: bool = False,
 ) -> Kind:
     """The kind. Without `traits` it is to be spoken to as OpenAI itself."""
     traits = traits or Traits()
@@ -37,6 +39,8 @@ def compatible(
         probe=probe,
         signatures=signatures,
         cloud=cloud,
+        prefix=prefix,
+        continues_prompts=continues_prompts,
     )
 
 

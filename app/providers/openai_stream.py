@@ -165,8 +165,8 @@ class EventStream:
 
     def _last_event(self) -> bytes:
         """An event that is complete but for its blank line. A part of one is none."""
-        payload = _payload(bytes(self._held))
-        if payload is None or (payload != b"[DONE]" and _decoded(payload) is None):
+        payload = payload_of(bytes(self._held))
+        if payload is None or (payload != b"[DONE]" and decoded(payload) is None):
             return b""
         event = bytes(self._held).rstrip(b"\r\n") + b"\n\n"
         self._held.clear()
@@ -174,7 +174,7 @@ class EventStream:
 
     def _nothing(self) -> Exception:
         """Why there was no content."""
-        if self._head is not None or _payload(bytes(self._held)) is not None:
+        if self._head is not None or payload_of(bytes(self._held)) is not None:
             return NodeFailure(Failure.CUT, "the node's answer ended before its first content")
         text = bytes(self._held).strip()
         if not text or text.startswith(b":"):
@@ -186,7 +186,7 @@ class EventStream:
     def _event(self, event: bytes) -> bytes:
         if self.begun and not self._suspicious(event):
             return self._renamed(event)
-        payload = _payload(event)
+        payload = payload_of(event)
         if not payload:
             return self._without_data(event)
         if payload == b"[DONE]":
@@ -246,7 +246,7 @@ class EventStream:
         return self._encoded({**(self._head or {}), "choices": [{"index": 0, **delta, "finish_reason": reason}]})
 
     def _document(self, payload: bytes, event: bytes) -> bytes:
-        document = _decoded(payload)
+        document = decoded(payload)
         if document is None:
             raise _malformed("an event that is no JSON object")
         error = event_error(document, begun=self.begun)
@@ -351,7 +351,7 @@ def _end_of_event(events: bytes, start: int) -> int:
     return blank.end() if blank else len(events)
 
 
-def _payload(event: bytes) -> bytes | None:
+def payload_of(event: bytes) -> bytes | None:
     """The data of an event; None when it has none."""
     if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
         return event[6:-2].strip()
@@ -359,7 +359,8 @@ def _payload(event: bytes) -> bytes | None:
     return b"\n".join(lines).strip() if lines else None
 
 
-def _decoded(payload: bytes) -> Fields | None:
+def decoded(payload: bytes) -> Fields | None:
+    """The object in an event's data; None when there is none."""
     try:
         document: Any = orjson.loads(payload)
     except orjson.JSONDecodeError:
@@ -369,7 +370,7 @@ def _decoded(payload: bytes) -> Fields | None:
 
 def _no_stream(text: bytes) -> Exception:
     """The error for something else than events: the node's own, when it says one in a plain document."""
-    return event_error(_decoded(text), begun=False) or _malformed("something that is no stream of events")
+    return event_error(decoded(text), begun=False) or _malformed("something that is no stream of events")
 
 
 def _malformed(what: str) -> NodeFailure:

@@ -84,10 +84,19 @@ def _completion(call: Call) -> dict[str, Any]:
         model=call.model,
         prompt=_prompt(fields),
         suffix=_field(fields, "suffix", STRING) or None,
+        raw=_raw(call),
         logprobs=None if top_logprobs is None else True,
         top_logprobs=top_logprobs,
         **_generation(call),
     )
+
+
+def _raw(call: Call) -> bool | None:
+    """Without its template, a model goes on where the prompt ends; with it, it would answer its own words.
+
+    The template that fills a gap before a suffix goes on by its nature.
+    """
+    return True if call.goes_on and not call.request.fields.get("suffix") else None
 
 
 def _embedding(call: Call) -> dict[str, Any]:

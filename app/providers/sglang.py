@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.domain import EngineLoad
+from app.providers import prefix
 from app.providers.base import Gauge, Probe
 from app.providers.engine_load import document, metrics, positive_count, slots_alone
 from app.providers.openai_compatible import MODELS_PATH, compatible, health_of_list, models, owned_by
@@ -44,4 +45,6 @@ KIND = compatible(
         ),
     ),
     signatures=(owned_by("sglang"),),
+    prefix=lambda url: prefix.SGLANG,
+    continues_prompts=True,
 )

@@ -41,4 +41,5 @@ KIND = compatible(
         calls_end_with_stop=True,
     ),
     signatures=(answers_with(_INFO_PATH, _is_info),),
+    continues_prompts=True,
 )

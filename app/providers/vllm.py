@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.providers import prefix
 from app.providers.base import Probe
 from app.providers.engine_load import metrics
 from app.providers.openai_compatible import MODELS_PATH, answers_with, compatible, health, models, owned_by
@@ -29,4 +30,6 @@ KIND = compatible(
         owned_by("vllm"),
         answers_with("/version", lambda document: isinstance(document.get("version"), str)),
     ),
+    prefix=lambda url: prefix.VLLM,
+    continues_prompts=True,
 )

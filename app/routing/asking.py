@@ -43,7 +43,10 @@ class Asking:
         kind = attempt.candidate.node.known_kind
         response = await self.send(plan, attempt, outgoing or kind.translate(call))
         try:
-            return await self._commit(plan, attempt, response, kind.answer(call))
+            answer = kind.answer(call)
+            if plan.rest is not None:
+                answer = plan.rest.answer(answer)
+            return await self._commit(plan, attempt, response, answer)
         finally:
             if not plan.committed:
                 response.close()
@@ -77,9 +80,9 @@ class Asking:
         attempt.answering()
         plan.committed = True
         first = b"".join(held)
-        plan.trail.first_content = time.perf_counter()
-        plan.trail.began(first, stream=plan.request.stream)
-        return Reply(attempt, response, answer, plan.trail, first, over=over, deadline=plan.deadline)
+        plan.trail.began(first, time.perf_counter(), stream=plan.request.stream)
+        total = None if plan.rest is None else plan.rest.total
+        return Reply(attempt, response, answer, plan.trail, first, over=over, deadline=plan.deadline, total=total)
 
     async def load(self, candidate: Candidate, job: Job) -> None:
         """Returns when the node has the model in memory. Raises `NodeFailure`, and ValueError for kinds that cannot."""
@@ -100,13 +103,14 @@ class Asking:
 
     def call(self, plan: Plan, candidate: Candidate) -> Call:
         """What an attempt on this candidate asks for."""
-        info = candidate.info
+        info, rest = candidate.info, plan.rest
         return Call(
-            plan.request,
+            plan.request if rest is None else rest.request_for(candidate.node),
             candidate.model,
             num_ctx=plan.route.num_ctx or candidate.node.spec.num_ctx,
             capabilities=info.capabilities if info else None,
             reasoning_content=plan.request.reasoning_content,
+            goes_on=rest is not None,
         )
 
     def _target(self, node: Node) -> Target:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 from app.domain import Failure, Request
 from app.errors import HearthError, NodeFailure, RequestRefused
+from app.providers.seam import not_continued
 from app.routing.asking import Asking
 from app.routing.attempt import Attempt
 from app.routing.choice import Choice
+from app.routing.continuation import Continuation, Where
 from app.routing.loads import Loads
 from app.routing.pairs import Pairs
 from app.routing.plan import Plan
@@ -42,6 +44,7 @@ class Dispatcher:
         request_seconds: float,
         pairs: Pairs | None = None,
         loads: Loads | None = None,
+        continuation: Where = Where.OFF,
         suspect: Callable[[Node], None] = lambda node: None,
         on_missing: Callable[[Candidate, Route], None] = lambda candidate, route: None,
     ) -> None:
@@ -55,6 +58,9 @@ class Dispatcher:
         self._pairs = pairs
         self._suspect = suspect
         self._on_missing = on_missing
+        self._continuation: Continuation | None = None
+        if continuation is not Where.OFF:
+            self._continuation = Continuation(continuation, retry, registry, self._attempt)
 
     async def dispatch(self, request: Request, trail: Trail) -> Reply:
         """Returns once a node's answer has begun. Raises `HearthError` when none does; nothing has been sent then."""
@@ -62,7 +68,10 @@ class Dispatcher:
         try:
             async for attempt in self._retry.attempts(plan):
                 with attempt:
-                    return await self._attempt(plan)
+                    reply = await self._attempt(plan)
+                    if self._continuation is not None and request.stream and not reply.complete:
+                        self._continuation.watch(plan, reply)
+                    return reply
         except NodeFailure as last:
             raise nobody_left(plan) from last
         raise nobody_left(plan)
@@ -89,6 +98,10 @@ class Dispatcher:
             attempt.refuse()
             if isinstance(error, RequestRefused) and error.too_long:
                 raise plan.refused(attempt.candidate, error) from error
+            if plan.rest is not None:  # the client's own request was taken before
+                refusal = not_continued("it refused to go on with another node's answer")
+                plan.failed(attempt.candidate, refusal)
+                raise refusal from error
             raise
         finally:
             if attempt.open and not plan.committed:

@@ -36,7 +36,7 @@ _MAX_SECONDS = 1e9
 _LEFTOVER_SECONDS = 60.0
 _KEPT = (
     *("url", "kind", "name", "models", "api_key", "weight", "speed", "max_concurrency", "vram_gb", "num_ctx", "role"),
-    *("preload", "retries", "health_check", "tls_verify", "ca_file"),
+    *("preload", "retries", "health_check", "tls_verify", "ca_file", "prefix"),
 )
 _DEFAULTS = {field.name: field.default for field in fields(NodeSpec)}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from app.domain import Failure, NodeState, Request, Role
+from app.domain import Failure, NodeState, Request, Role, Usage
 from app.errors import NodeFailure, Overloaded, RequestRefused, SpendingRefused
+from app.providers.base import Answer
 from app.routing.forecast import Progress
 from app.routing.gate import cloud_refusal
 from app.routing.job import Job
@@ -22,6 +23,26 @@ class Pairing(Protocol):
 
     def serves_alone(self, node: Node) -> bool:
         """Whether a decode node may do a whole generation by itself."""
+        ...
+
+
+class Rest(Protocol):
+    """The rest of an answer that another node began."""
+
+    def request(self) -> Request:
+        """What is asked for, in the words that all kinds share."""
+        ...
+
+    def request_for(self, node: Node) -> Request:
+        """What this very node is asked. Raises `NodeFailure` when it cannot be."""
+        ...
+
+    def answer(self, answer: Answer) -> Answer:
+        """The node's answer, joined to what the client has."""
+        ...
+
+    def total(self, usage: Usage) -> Usage:
+        """What all parts took, from what the last one did."""
         ...
 
 
@@ -46,6 +67,8 @@ class Plan:
         self.overloaded: Overloaded | None = None  # local nodes stayed full for as long as a request may wait
         self.too_long: RequestRefused | None = None  # what the first node said for whose context the prompt is too long
         self.committed = False
+        self.rest: Rest | None = None  # what is asked for when a node died after the commit
+        self.merges: bool | None = None  # whether the answer is a part of the client's last message, once asked
         self.job: Job | None = None  # made when a policy asks for it
         self.spill_seconds: float | None = None  # the cloud is asked when the first token would be later than that
         self.progress: Progress | None = None  # on the node that was chosen while it waited
@@ -179,6 +202,17 @@ class Plan:
         self._again = candidate if self._deserves_another(candidate.node, failure) else None
         if self._again is not None:
             self._tried.discard(candidate.node)
+
+    def go_on(self, rest: Rest, candidate: Candidate, failure: NodeFailure, unable: Iterable[Node]) -> None:
+        """Plans the rest of an answer that the candidate did not end, without those that cannot go on with it."""
+        self.failed(candidate, failure)
+        self._again = self._least = None
+        self._tried.add(candidate.node)
+        self._tried.update(unable)
+        self.rest, self.request = rest, rest.request()
+        self.committed = False
+        self.job = self.progress = self.unpaid = self.overloaded = None
+        self.trail.part_ended()
 
     def refused(self, candidate: Candidate, refusal: RequestRefused) -> NodeFailure:
         """Takes note that the prompt is too long for the candidate: only a larger context can help from now on.

@@ -125,12 +125,14 @@ def _backoff(waits: int) -> float:
 class Attempts:
     """The attempts of one request."""
 
-    __slots__ = ("_last", "_retrying", "_sleep", "_state")
+    __slots__ = ("_last", "_most", "_retrying", "_sleep", "_state")
 
-    def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects) -> None:
+    def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects, made: int, most: int) -> None:
         self._retrying = retrying
         self._sleep = sleep
         self._state = RetryCallState(retrying, None, (Pace(prospects),), {})
+        self._state.attempt_number += made
+        self._most = most
         self._last: Attempt | None = None
 
     def __aiter__(self) -> Self:
@@ -141,6 +143,8 @@ class Attempts:
             if self._last.ended:
                 raise StopAsyncIteration
             await self._go_on()
+        elif self._state.attempt_number > self._most:
+            raise StopAsyncIteration
         self._last = Attempt(self._state)
         return self._last
 
@@ -180,9 +184,9 @@ class Retry:
             reraise=True,
         )
 
-    def attempts(self, prospects: Prospects) -> Attempts:
-        """The attempts of one request, for one `async for`."""
-        return Attempts(self._retrying, self._sleep, prospects)
+    def attempts(self, prospects: Prospects, made: int = 0) -> Attempts:
+        """The attempts of one request, for one `async for`; those that are left after so many."""
+        return Attempts(self._retrying, self._sleep, prospects, made, self._max_attempts)
 
     def _wait(self, state: RetryCallState) -> float:
         pace: Pace = state.args[0]

@@ -10,6 +10,7 @@ from app.domain import AttemptRecord, NodeSpec, Usage
 from app.routing.spans import RequestSpan
 
 EVENT = b"data: "  # begins every event of a stream
+CONTINUED = "continued"  # the turn of a stream with which another node went on
 UNROUTED = "unrouted"  # how a request is counted that came to no route
 
 
@@ -42,6 +43,8 @@ class Trail:
     num_ctx: int | None = None  # the route's
     context_filled: int | None = None  # tokens, where the prompt filled the context: some of it was probably cut off
     dropped_events: int = 0  # of the node's stream, which could not be read
+    turns: list[str] = field(default_factory=list)  # what became of it each time that its node died in mid-stream
+    events_before: int = 0  # of a stream, from nodes before the one that answers now
     trace_id: str = ""  # of the trace that the request belongs to, if any
     span: RequestSpan | None = None  # where the request is traced
 
@@ -63,12 +66,23 @@ class Trail:
         """Why the node that was asked last, in a few words."""
         return "only candidate" if self.candidates <= 1 else f"{policy} over {self.candidates}"
 
-    def began(self, first: bytes, *, stream: bool) -> None:
-        """Takes the first content."""
+    def began(self, first: bytes, now: float, *, stream: bool) -> None:
+        """Takes a node's first content."""
+        if self.first_content is None:
+            self.first_content = now
         if stream:
-            self.events = first.count(EVENT)
+            self.events += first.count(EVENT)
         else:
             self.document_bytes = len(first)
+
+    def part_ended(self) -> None:
+        """Another node goes on with the stream."""
+        self.events_before, self.usage = self.events, None
+
+    @property
+    def continued(self) -> int:
+        """How often another node went on."""
+        return self.turns.count(CONTINUED)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started

@@ -29,6 +29,11 @@ class Counts:
         self._fallbacks = Count(
             "hearth_fallbacks_total", "Requests not served by their first choice, by reason.", "reason"
         )
+        self._turns = Count(
+            "hearth_continuations_total",
+            "Streams whose node died after they had begun, by what became of them.",
+            "outcome",
+        )
         self._leaks = Count(
             "hearth_leaked_prefill_sessions_total",
             "Caches that a prefill node holds for ever, as nobody can name them.",
@@ -80,6 +85,7 @@ class Counts:
             self._requests,
             self._attempts,
             self._fallbacks,
+            self._turns,
             self._leaks,
             self._limited,
             self._unpaid,
@@ -122,6 +128,8 @@ class Counts:
         self._requests.add((ended.operation, trail.route or UNROUTED, tier, node, ended.outcome, fallback))
         if fallback:
             self._fallbacks.add((fallback,))
+        for turn in trail.turns:
+            self._turns.add((turn,))
         if trail.queued_seconds:
             self._queued.add((trail.route,), trail.queued_seconds)
         if trail.queue_refusal:

@@ -58,6 +58,8 @@ class Reporter:
             fields["attempts"] = [_attempt(record) for record in trail.attempts]
         if trail.fallback:
             fields["fallback"] = trail.fallback
+        if trail.turns:
+            fields["continued"] = trail.continued
         if trail.queued_seconds:
             fields["queued_ms"] = ms(trail.queued_seconds)
         if trail.queue_refusal:

@@ -62,6 +62,7 @@ class Record(NamedTuple):
             "why": trail.why(self.policy) if trail.node else None,
             "fallback": str(trail.fallback) or None,
             "attempts": [_attempt(record) for record in trail.attempts],
+            "continued": trail.continued,
             "cloud": self.cloud(),
             "queued_ms": ms(trail.queued_seconds),
             "first_content_ms": None if first is None else ms(first - trail.started),

@@ -173,7 +173,6 @@ class Tally:
     whole_streams: int = 0
     cut_streams: int = 0  # had begun, then ended with an error event
     unanswered: list[str] = field(default_factory=list)
-    streams_under_way: int = 0
 
     @property
     def done(self) -> int:
@@ -196,7 +195,6 @@ async def ask_for_document(openai_client: openai.AsyncOpenAI, tally: Tally) -> N
 async def ask_for_stream(openai_client: openai.AsyncOpenAI, tally: Tally) -> None:
     """A stream is whole with its finish reason; without one it must end with an error, never as if it were complete."""
     begun = finished = False
-    tally.streams_under_way += 1
     try:
         async with await openai_client.chat.completions.create(
             model=MODEL, messages=QUESTION, max_tokens=24, stream=True, extra_body=FIXED_LENGTH
@@ -211,8 +209,6 @@ async def ask_for_stream(openai_client: openai.AsyncOpenAI, tally: Tally) -> Non
             tally.cut_streams += 1
         else:
             tally.unanswered.append(f"stream: {error}")
-    finally:
-        tally.streams_under_way -= 1
 
 
 async def test_every_request_is_answered_when_a_node_dies_under_load(hearth: Hearth, engines: list[Engine]) -> None:
@@ -231,14 +227,12 @@ async def test_every_request_is_answered_when_a_node_dies_under_load(hearth: Hea
         for number in range(40):
             group.create_task(ask(openai_client, number))
         await quarter_done.wait()
-        under_way_at_the_kill = tally.streams_under_way
         engines[0].kill()
 
     assert tally.unanswered == []
     assert tally.documents == 20  # nothing of a document is sent before all of it is there, so each could be retried
-    assert tally.whole_streams + tally.cut_streams == 20
-    # A cut stream had begun (else it would be among the unanswered), so the kill came after its first words were sent.
-    assert tally.cut_streams <= under_way_at_the_kill, "no stream may be cut but those that the kill interrupted"
+    assert tally.whole_streams == 20  # those that had begun went on with the other engine
+    assert tally.cut_streams == 0
     wait_for(lambda: hearth.in_flight() == 0, 2, "an idle gateway")
     wait_for(lambda: hearth.states() == ["down", "healthy"], 20, "the dead node to be seen")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from demo.httpd import Answer, Received, json_answer, text_answer
 from demo.script import Reply
+from tests.fakes import prefill
 from tests.fakes.openai import Flavour, OpenAI, State, event
 
 UVICORN = {"server": "uvicorn"}
@@ -85,6 +86,7 @@ VLLM = Flavour(
     missing="The model `{}` does not exist.",
     reasoning_key="reasoning",
     echoes_request_id=True,
+    prefill=prefill.when_flagged,
 )
 
 
@@ -185,6 +187,7 @@ LMDEPLOY = Flavour(
     unknown=_fastapi_unknown,
     missing="The model '{}' does not exist.",
     embeds=False,
+    prefill=prefill.by_itself,
 )
 
 
@@ -290,6 +293,7 @@ LLAMACPP = Flavour(
     head_first=False,
     done_after_error=False,
     ending=_llamacpp_timings,
+    prefill=prefill.llamacpp,
 )
 
 
@@ -325,6 +329,7 @@ SGLANG = Flavour(
     error=_sglang_error,
     error_event=lambda message: event({"error": _sglang_error(500, message)}),
     unknown=_fastapi_unknown,
+    prefill=prefill.after_the_prompt,
 )
 
 
@@ -447,4 +452,5 @@ CLOUD = Flavour(
     usage_null=True,
     done_after_error=False,
     busy_status=429,
+    prefill=prefill.when_marked,
 )

@@ -14,6 +14,7 @@ from typing import Any
 from demo.engine import Edit, unchanged
 from demo.httpd import Answer, Part, PartKind, Received, encode, json_answer
 from demo.script import STOP, Delta, Reply, Script, ToolCall, count_tokens, embedding
+from tests.fakes import prefill
 
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 DONE = Part(b"data: [DONE]\n\n", PartKind.END)
@@ -72,6 +73,7 @@ class Flavour:
     answers_while_loading: frozenset[str] = frozenset({"/v1/models"})
     echoes_request_id: bool = False
     busy_status: int = 503
+    prefill: Callable[[Mapping[str, Any], bool], prefill.Start] = prefill.never  # how it goes on with an answer
 
 
 class OpenAI:
@@ -189,11 +191,23 @@ class OpenAI:
             return self._embedded(body, model)
         chat = request.path == CHAT
         words, prompt_tokens = _chat_words(body) if chat else _prompt_words(body)
-        reply = edit(self.script.reply(words, prompt_tokens, _limit(body)))
+        reply = edit(self._reply(body, chat, words, prompt_tokens))
         self.prompt_tokens += reply.prompt_tokens
         self.completion_tokens += reply.completion_tokens
         writer = ChatWriter if chat else CompletionWriter
         return writer(self.flavour, reply, model, request_id, self.cached_tokens, body).answer()
+
+    def _reply(self, body: Mapping[str, Any], chat: bool, words: str, prompt_tokens: int) -> Reply:
+        limit = _limit(body)
+        if not chat:
+            return self.script.reply(words, prompt_tokens, limit, start=self.script.begun_in(words))
+        switched_off = (body.get("chat_template_kwargs") or {}).get("enable_thinking") is False
+        try:
+            start = self.flavour.prefill(body, self.script.thinks and not switched_off)
+        except prefill.Refused as refused:
+            raise Refusal(400, str(refused)) from None
+        thinks = start.thinks if start.text else not switched_off
+        return self.script.reply(words, prompt_tokens, limit, start=start.text, thinks=thinks)
 
     def _model(self, body: Mapping[str, Any]) -> str:
         name = body.get("model")

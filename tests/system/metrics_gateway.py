@@ -112,10 +112,12 @@ async def _serve(hearth: Gateway, ollama: FakeOllama, vllm: FakeVLLM, cloud: Bil
     assert [answer.status_code for answer in queued] == [200] * 5
     crowd = await asyncio.gather(*(hearth.chat("tight", headers=ada) for _ in range(4)))
     assert sorted(answer.status_code for answer in crowd) == [200, 200, 200, 429]
+    vllm.behave(Behaviour.CLOSE_MIDWAY, times=1)
+    assert (await hearth.chat("narrow", stream=True, headers=ada)).status_code == 200  # nobody else could go on
     await _fail(hearth, vllm, cloud, ada)
     async with RawClient(hearth.url) as client:
         await client.send(b"{}")  # without a key
-    await until(lambda: len(hearth.lines.requests()) == 26, "all requests are counted")
+    await until(lambda: len(hearth.lines.requests()) == 27, "all requests are counted")
     await until(lambda: ollama.open == vllm.open == cloud.open == 0, "nothing runs")
 
 

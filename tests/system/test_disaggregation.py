@@ -266,8 +266,21 @@ async def test_a_hybrid_node_takes_over_and_then_the_cloud(kind: str, stream: bo
 
 
 @EVERY_KIND
-async def test_a_stream_that_breaks_after_content_ends_with_an_error(kind: str) -> None:
+async def test_a_stream_that_breaks_after_content_goes_on_with_a_node_that_is_whole(kind: str) -> None:
     async with farm(kind, hybrid=1) as nodes:
+        nodes.decode[0].behave(Behaviour.RESET_MIDWAY)
+
+        answer = await nodes.chat(stream=True)
+
+        assert answer.whole
+        assert answer.text == "".join(f"t{number} " for number in range(8))
+        assert len(nodes.hybrid[0].inferences) == 1
+        await nodes.nothing_left()
+
+
+@EVERY_KIND
+async def test_a_stream_that_breaks_after_content_ends_with_an_error(kind: str) -> None:
+    async with farm(kind, hybrid=1, continuation="off") as nodes:
         nodes.decode[0].behave(Behaviour.RESET_MIDWAY)
 
         answer = await nodes.chat(stream=True)

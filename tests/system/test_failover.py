@@ -256,7 +256,7 @@ async def test_a_hanging_node_delays_no_request_to_others() -> None:
             await asyncio.gather(*stuck, return_exceptions=True)
 
 
-async def test_killing_one_node_and_hanging_another_fails_no_request_before_its_commit() -> None:
+async def test_killing_one_node_and_hanging_another_fails_no_request() -> None:
     async with (
         NodeProcess("ollama", models="m", tokens=20, token_seconds=0.01) as victim,
         FakeOllama(models=["m"], tokens=20, token_seconds=0.01) as hanging,
@@ -284,11 +284,7 @@ async def test_killing_one_node_and_hanging_another_fails_no_request_before_its_
             hanging.behave(Behaviour.HANG)
             answers = await asyncio.gather(*asking)
 
-            cut = [answer for answer in answers if not answer.whole]
-            assert all(answer.status == 200 and answer.error and answer.text for answer in cut), (
-                "all cuts came after content"
-            )
-            assert len(cut) <= 16, "only what was running when the node died"
+            assert all(answer.whole for answer in answers), "streams that had begun went on elsewhere"
             assert Counter(answer.status for answer in answers) == {200: 200}
             assert await hearth.in_flight() == 0
             assert hanging.open == 0

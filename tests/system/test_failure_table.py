@@ -253,8 +253,9 @@ def test_every_cause_after_content_is_tried_out() -> None:
     assert set(_causes(AFTER)) == AFTER_CONTENT.keys() | {"the client leaves"}
 
 
+@pytest.mark.parametrize("continuation", ["off", "local"])
 @pytest.mark.parametrize("cause", AFTER_CONTENT)
-async def test_a_failure_after_content_goes_as_the_page_says(cause: str) -> None:
+async def test_a_failure_after_content_goes_as_the_page_says(cause: str, continuation: str) -> None:
     row, then = _row(AFTER, cause), AFTER_CONTENT[cause]
     seen = asyncio.Event()
 
@@ -274,8 +275,8 @@ async def test_a_failure_after_content_goes_as_the_page_says(cause: str) -> None
     settings = {"idle_timeout": 0.3, "request_timeout": 0.8, "breaker_fail_max": 1, "health_check_interval": 60}
     async with (
         ScriptedNode(write) as node,
-        FakeVLLM(models=["m"]) as sibling,
-        gateway(local_nodes=_weighted(node.url, sibling.url), **settings) as hearth,
+        FakeVLLM(models=["m"], text="aaaa") as sibling,
+        gateway(local_nodes=_weighted(node.url, sibling.url), continuation=continuation, **settings) as hearth,
         RawClient(hearth.url) as client,
     ):
         await client.ask()
@@ -283,11 +284,15 @@ async def test_a_failure_after_content_goes_as_the_page_says(cause: str) -> None
         seen.set()
         answer = _parsed(got + await client.read_until(DONE))
 
-        assert answer.error
-        assert answer.error["code"] == _code(row)
-        assert not answer.finish_reasons
-        assert set(answer.text) == {"a"}
-        assert not sibling.inferences
+        if row["goes on?"] == "yes" and continuation == "local":
+            assert answer.whole
+            assert answer.text == "aaaa"
+        else:
+            assert answer.error
+            assert answer.error["code"] == _code(row)
+            assert not answer.finish_reasons
+            assert set(answer.text) == {"a"}
+            assert not sibling.inferences
         state = (await hearth.nodes())["n0"]["breaker"]["state"]
         assert state == ("open" if row["counts?"] == "yes" else "closed")
 

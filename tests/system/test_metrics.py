@@ -43,11 +43,12 @@ def scraped(valkey_server_url: str) -> Scraped:
 
 def test_it_is_true_of_requests(scraped: Scraped) -> None:
     total = "hearth_requests_total"
-    assert scraped.sum(total) == 26
+    assert scraped.sum(total) == 27
     assert scraped.sum(total, outcome="ok", tier="local", route="m") == 8
     assert scraped.sum(total, outcome="ok", tier="cloud", route="far", node="c0") == 3
     assert scraped.sum(total, outcome="refused", route="unrouted") == 3
-    assert scraped.sum(total, outcome="failed", node="n1") == 1
+    assert scraped.sum(total, outcome="failed", node="n1") == 2
+    assert scraped.sum("hearth_continuations_total", outcome="nobody") == 1
     assert scraped.sum(total, fallback="server_error", node="n0") == scraped.sum("hearth_fallbacks_total") >= 1
     assert scraped.sum("hearth_attempts_total", outcome="failed", failure="server_error", node="n1") >= 2
     assert scraped.sum("hearth_rate_limited_total") == 1
@@ -55,7 +56,7 @@ def test_it_is_true_of_requests(scraped: Scraped) -> None:
 
 
 def test_it_is_true_of_times(scraped: Scraped) -> None:
-    counts = {"hearth_time_to_first_token_seconds": 20, "hearth_request_seconds": 20}
+    counts = {"hearth_time_to_first_token_seconds": 21, "hearth_request_seconds": 21}
     assert {name: scraped.sum(f"{name}_count") for name in counts} == counts
     assert (
         scraped.sum("hearth_time_per_output_token_seconds_sum", node="n0")

@@ -270,7 +270,7 @@ async def test_only_the_cloud_left_is_told_as_such() -> None:
 
 async def test_counters_equal_what_happened() -> None:
     async with FakeVLLM(models=["m"], tokens=5) as a, FakeVLLM(models=["m"], tokens=5) as b:
-        async with gateway(a, b, lb_strategy="round_robin", health_check_interval=60) as hearth:
+        async with gateway(a, b, lb_strategy="round_robin", health_check_interval=60, continuation="off") as hearth:
             for stream in (True, False, True):
                 await hearth.chat(stream=stream)  # 3 successes: a, b, a
             b.behave(Behaviour.STATUS_500, times=1)

@@ -380,6 +380,28 @@ def test_choices_are_taken_in_any_spelling() -> None:
     assert (settings.lb_strategy, settings.log_level, settings.log_format) == ("round_robin", "WARNING", "json")
 
 
+@pytest.mark.parametrize(
+    ("argv", "where"),
+    [
+        ([], "local"),
+        (["--continuation", "ALL"], "all"),
+        (["--continuation", "off"], "off"),
+        (["--config-file", "off.yaml"], "off"),
+    ],
+)
+def test_who_goes_on_with_a_stream(tmp_path: Path, argv: list[str], where: str) -> None:
+    """YAML reads `off` as false."""
+    (tmp_path / "off.yaml").write_text("continuation: off\n")
+
+    assert load_settings(argv).continuation == where
+    assert refusal("--continuation", "cloud") == "CONTINUATION: 'cloud' is not one of off, local, all"
+
+
+@pytest.mark.parametrize(("written", "prefix"), [("Partial", "partial"), ("off", "off"), (False, "off"), (None, None)])
+def test_a_node_may_be_told_how_it_goes_on(written: object, prefix: str | None) -> None:
+    assert nodes([{"url": "http://a:1", "prefix": written}])[0].prefix == prefix
+
+
 def test_keys_come_with_commas_or_as_json_each_once() -> None:
     settings = load_settings(["--api-keys", "a1, b2,,a1,", "--admin-keys", '["c3", ""]'])
 

@@ -1,0 +1,612 @@
+"""What a client has of a stream, how another node is asked for the rest, and how the two meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.domain import Failure, NodeSpec, Operation, Usage
+from app.errors import NodeFailure
+from app.providers import KINDS, prefix
+from app.providers.base import Answer, Call
+from app.providers.seam import Joint, Seam, length_reached, total
+from app.providers.written import KEPT_BYTES_MAX, Sent, Written
+from tests.unit.openai_events import DONE, ROLE, call, chunk, event, text, usage_chunk
+
+NDJSON_KIND = "ollama"
+WORDS = ["Once", " upon", " a", " time,", " there", " was", " a", " hearth", "\n\n", "It", " burned", "."]
+
+
+def read(*sent: bytes, operation: Operation = Operation.CHAT) -> Written:
+    written = Written(operation)
+    for events in sent:
+        written.read(events)
+    return written
+
+
+def said(*words: str) -> Written:
+    return read(*(event(text(word)) for word in words))
+
+
+# -- what was sent
+
+
+def test_what_was_sent_is_read_as_one_text_with_its_head() -> None:
+    written = read(event(ROLE) + event(text("Hello")), b": a comment\n\n" + event(text(" wörld ")))
+
+    assert written.text == "Hello wörld "
+    assert written.start == "Hello wörld"  # templates cut white space off
+    assert written.plain
+    assert not written.finished
+    assert written.tokens == 2
+    assert written.head == {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1_767_323_045,
+        "model": "m",
+    }
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        event(chunk({"tool_calls": [{"index": 0, "function": {"name": "f"}}]})),
+        event(chunk({"function_call": {"name": "f"}})),
+        event(chunk({"content": "a"}, index=1)),
+        event({**chunk(), "choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [{}]}}]}),
+        event(chunk({"refusal": "no"})),
+        event(chunk({"content": [{"type": "text"}]})),
+        b"data: not JSON\n\n",
+        b"data: {}\n\n",
+    ],
+)
+def test_more_than_one_plain_text_is_not_plain(sent: bytes) -> None:
+    assert not read(event(text("a")) + sent).plain
+
+
+def test_thoughts_are_read_under_both_names() -> None:
+    written = read(event(chunk({"reasoning": "hm"})) + event(chunk({"content": "", "reasoning_content": ", yes"})))
+
+    assert written.reasoning == "hm, yes"
+    assert not written.begins
+
+
+def test_a_completion_keeps_the_white_space_at_its_end() -> None:
+    written = read(event({"choices": [{"index": 0, "text": "a \n"}]}), operation=Operation.COMPLETION)
+
+    assert (written.text, written.start) == ("a \n", "a \n")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        (["a", " b", " c"], 3),
+        (["a", " b", "\n\n"], 2),  # what the next node is not told it writes again
+        (["x" * 40, "y" * 40], 20),  # several tokens in one event
+    ],
+)
+def test_tokens_are_counted_by_events(words: Sequence[str], tokens: int) -> None:
+    assert said(*words).tokens == tokens
+
+
+def test_tokens_that_the_node_counted_are_better() -> None:
+    written = said("a", " b")
+    written.usage = Usage(7, 5)
+
+    assert written.tokens == 5
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_all_that_was_sent_can_be_read_again(spaced: bool, end: bytes) -> None:
+    events = [event(text(f"word{number}" * (number % 3)), spaced=spaced, end=end) for number in range(2000)]
+    sent = Sent(events[0])
+    for each in events[1:]:
+        sent.add(each)
+
+    assert b"".join(sent.pieces()) == b"".join(events)
+
+
+def test_a_long_stream_takes_little_more_than_its_text() -> None:
+    sent = Sent(event(ROLE))
+    for number in range(20_000):
+        sent.add(event(text(f" w{number}")))
+
+    assert sent.size < 20_000 * 8 + 16 * 1024
+    assert not sent.lost
+
+
+def test_what_is_too_long_is_not_kept() -> None:
+    noise = Random(1)
+    sent = Sent(event(ROLE))
+    while not sent.lost:
+        sent.add(event(text(noise.randbytes(8000).hex())))
+
+    for _ in range(10):
+        sent.add(event(text("x" * 8000)))
+
+    assert sent.size < KEPT_BYTES_MAX / 8
+
+
+# -- who may go on
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"top_logprobs": 2},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        {"format": "json"},
+        {"grammar": "root ::= 'a'"},
+        {"guided_json": {}, "structured_outputs": {"json": {}}},
+        {"tools": [{}], "tool_choice": "required"},
+        {"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"functions": [{}], "function_call": {"name": "f"}},
+        {"modalities": ["text", "audio"], "audio": {"voice": "a"}},
+    ],
+)
+def test_nobody_goes_on_with_more_than_plain_text(fields: dict[str, Any]) -> None:
+    assert prefix.why_not(call(stream=True, **fields).request)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 1, "logprobs": False, "response_format": {"type": "text"}},
+        {"tools": [{}]},
+        {"tools": [{}], "tool_choice": "auto"},
+        {"tool_choice": "required"},  # of no tools
+    ],
+)
+def test_somebody_may_go_on_with_plain_text(fields: dict[str, Any]) -> None:
+    assert prefix.why_not(call(stream=True, **fields).request) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"prompt": "a"}, True),
+        ({"prompt": ["a"]}, True),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": [1, 2]}, False),
+        ({"prompt": "a", "echo": True}, False),
+        ({"prompt": "a", "best_of": 2}, False),
+        ({"prompt": "a", "logprobs": 0}, False),
+        ({"prompt": "a", "suffix": "z"}, True),
+    ],
+)
+def test_a_completion_is_gone_on_with_when_it_is_one_text(fields: dict[str, Any], fits: bool) -> None:
+    request = call(operation=Operation.COMPLETION, stream=True, **fields).request
+
+    assert (prefix.why_not(request) is None) == fits
+
+
+CHATS = {"ollama", "vllm", "sglang", "lmdeploy", "llamacpp"}
+PROMPTS = CHATS | {"tgi", "lmstudio"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kinds_that_go_on(kind: str) -> None:
+    spec = NodeSpec(url="http://a:1")
+
+    assert prefix.goes_on(KINDS[kind], spec, Operation.CHAT) == (kind in CHATS)
+    assert prefix.goes_on(KINDS[kind], spec, Operation.COMPLETION) == (kind in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://api.mistral.ai/v1", {"prefix": True}),
+        ("https://api.deepseek.com/beta", {"prefix": True}),
+        ("https://api.deepseek.com/v1", None),
+        ("https://api.moonshot.cn/v1", {"partial": True}),
+        ("https://api.groq.com/openai/v1", {}),
+        ("https://api.openai.com/v1", None),
+    ],
+)
+def test_clouds_go_on_where_they_document_it(url: str, message: dict[str, Any] | None) -> None:
+    known = prefix.prefix_of(KINDS["cloud"], NodeSpec(url=url))
+
+    assert (None if known is None else dict(known.message)) == message
+
+
+def test_an_operator_may_know_better() -> None:
+    able = NodeSpec(url="http://a:1", prefix="continue_final_message")
+    unable = NodeSpec(url="http://a:1", prefix="off")
+
+    assert prefix.goes_on(KINDS["generic"], able, Operation.CHAT)
+    assert not prefix.goes_on(KINDS["vllm"], unable, Operation.CHAT)
+
+
+# -- what they are asked
+
+BEGUN = said("Hello", " there", " ")
+
+
+def asked(kind: str, written: Written = BEGUN, *, merges: bool = False, **fields: Any) -> dict[str, Any]:
+    """What a node of the kind gets for the rest of a chat."""
+    client = call(stream=True, **fields).request
+    how = prefix.prefix_of(KINDS[kind], NodeSpec(url="http://a:1"))
+    request = prefix.going_on(client, written, merges=merges, prefix=how)
+    body: dict[str, Any] = orjson.loads(KINDS[kind].translate(Call(request, "m", goes_on=True)).body)
+    return body
+
+
+@pytest.mark.parametrize("kind", sorted(CHATS))
+def test_a_node_gets_the_text_as_the_start_of_its_answer(kind: str) -> None:
+    body = asked(kind)
+
+    assert body["messages"] == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello there"}]
+    flags = (body.get("continue_final_message"), body.get("add_generation_prompt"))
+    assert flags == ((None, None) if kind == "ollama" else (True, False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "kwargs"),
+    [
+        ("ollama", {"thinking"}, None),
+        ("vllm", {"reasoning", "reasoning_content"}, None),
+        ("sglang", set(), {"enable_thinking": False, "thinking": False}),
+        ("lmdeploy", set(), {"enable_thinking": False, "thinking": False}),
+        ("llamacpp", set(), {"enable_thinking": False}),
+    ],
+)
+def test_a_node_does_not_think_again(kind: str, names: set[str], kwargs: Any) -> None:
+    body = asked(kind, read(event(chunk({"reasoning": "hm"})) + event(text("Yes"))))
+
+    last = body["messages"][-1]
+    assert {name: last[name] for name in last if name not in ("role", "content")} == dict.fromkeys(names, "hm")
+    assert body.get("chat_template_kwargs") == kwargs
+    assert body.get("think") is (False if kind == "ollama" else None)
+
+
+def test_an_effort_does_not_make_ollama_think_again() -> None:
+    assert asked("ollama", reasoning_effort="high")["think"] is False
+
+
+def test_what_the_client_tells_the_template_stays() -> None:
+    body = asked("llamacpp", chat_template_kwargs={"style": "short", "enable_thinking": True})
+
+    assert body["chat_template_kwargs"] == {"style": "short", "enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "then"),
+    [
+        ("vllm", {"max_tokens": 10}, {"max_tokens": 8}),
+        ("vllm", {"max_completion_tokens": 10, "max_tokens": 99}, {"max_completion_tokens": 8, "max_tokens": 97}),
+        ("vllm", {"max_tokens": 10, "min_tokens": 5}, {"max_tokens": 8, "min_tokens": 3}),
+        ("lmdeploy", {"max_completion_tokens": 10}, {"max_tokens": 8}),
+        ("ollama", {"max_tokens": 10}, {"options": {"num_predict": 8}}),
+        ("ollama", {"options": {"num_predict": 10}}, {"options": {"num_predict": 8}}),
+    ],
+)
+def test_the_limit_shrinks_by_what_was_written(kind: str, fields: dict[str, Any], then: dict[str, Any]) -> None:
+    body = asked(kind, said("Hello", " there"), **fields)
+
+    assert {name: body.get(name) for name in then} == then
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"), [({}, None), ({"max_tokens": 5}, 3), ({"max_tokens": 9, "max_completion_tokens": 2}, 0)]
+)
+def test_what_is_left_of_the_limit(fields: dict[str, Any], left: int | None) -> None:
+    assert prefix.tokens_left(call(stream=True, **fields).request, 2) == left
+
+
+@pytest.mark.parametrize(("kind", "merges"), [("ollama", True), ("llamacpp", True), ("vllm", None)])
+def test_an_answer_may_be_the_rest_of_the_clients_own_last_message(kind: str, merges: bool | None) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}]
+    client = call(stream=True, messages=messages).request
+    how = prefix.prefix_of(KINDS[kind], NodeSpec(url="http://a:1"))
+
+    assert prefix.opens_last_message(client, how) is merges
+    assert asked(kind, said("llo"), merges=True, messages=messages)["messages"] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+
+
+def test_white_space_alone_is_nothing_to_go_on_with() -> None:
+    body = asked("vllm", said("\n"))
+
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    assert "continue_final_message" not in body
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "then"),
+    [
+        ("vllm", {}, {"prompt": "Once upon"}),
+        ("ollama", {}, {"prompt": "Once upon", "raw": True}),
+        ("ollama", {"suffix": "end"}, {"prompt": "Once upon", "suffix": "end"}),
+    ],
+)
+def test_a_completion_goes_on_where_its_prompt_ends(kind: str, fields: dict[str, Any], then: dict[str, Any]) -> None:
+    written = read(event({"choices": [{"index": 0, "text": " upon"}]}), operation=Operation.COMPLETION)
+    client = call(operation=Operation.COMPLETION, stream=True, prompt=["Once"], **fields).request
+
+    request = prefix.going_on(client, written, merges=False)
+
+    body = orjson.loads(KINDS[kind].translate(Call(request, "m", goes_on=True)).body)
+    assert {name: body.get(name) for name in ("prompt", "raw", "suffix") if name in body} == then
+
+
+def test_numbers_that_are_too_long_for_json_stay_as_they_were() -> None:
+    body = (
+        b'{"model":"m","stream":true,"seed":123456789012345678901234567890,"messages":[{"role":"user","content":"hi"}]}'
+    )
+
+    request = prefix.going_on(call(stream=True, body=body).request, BEGUN, merges=False)
+
+    assert b"123456789012345678901234567890" in request.body
+
+
+def test_the_clients_request_is_not_changed() -> None:
+    client = call(stream=True, max_tokens=10, options={"num_predict": 3}).request
+    before = orjson.dumps(client.fields)
+
+    prefix.going_on(client, BEGUN, merges=False, prefix=prefix.VLLM)
+
+    assert orjson.dumps(client.fields) == before
+
+
+# -- where texts meet
+
+STORY = "The lamp was lit before the kettle sang, and nobody spoke of the road."
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "then"),
+    [
+        ("Hello", [" there"], " there"),
+        ("Hello", ["there"], "there"),
+        ("Hello ", [" there"], "there"),
+        ("Hello\n\n", ["\n\n", "there"], "there"),
+        ("Hello\n\n", ["\n", "there"], "there"),
+        ("Hello\n\n", [" there"], "there"),
+        ("if x:\n", ["\n    return"], "    return"),
+        ("if x:\n    ", ["\n  ", "  return"], "return"),
+        ("Hello ", ["\nthere"], "\nthere"),
+        ("Hello ", [" ", " "], " "),
+        ("ha ha", [" ha", " ha"], " ha ha"),
+        ("1, 2, 1, 2, 1, 2, 1, 2, 1, 2,", [" 1, 2, 1, 2, 1, 2, 1, 2, 1, 2,", " 3"], " 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 3"),
+        (STORY, [STORY[:30], STORY[30:], " So"], " So"),  # all of it
+        (STORY, [STORY, " So"], " So"),
+        (STORY, [STORY + " So"], " So"),
+        (STORY, [" " + STORY[-20:-5], STORY[-5:], " So"], " So"),  # its end
+        (STORY, [STORY[-16:] + " So"], " So"),
+        (STORY, [STORY[-9:], " So"], STORY[-9:] + " So"),  # too short to tell
+        (STORY + "\n", [STORY[-20:], "\nSo"], "So"),
+        (STORY, ["The lamp was out."], "The lamp was out."),
+        (STORY, ["The lamp"], "The lamp"),
+    ],
+)
+def test_the_rest_of_a_text_says_nothing_twice(text: str, rest: list[str], then: str) -> None:
+    joint = Joint(text, text.rstrip())
+
+    out = "".join([joint.add(piece) for piece in rest]) + joint.end()
+
+    assert out == then
+    assert joint.done
+
+
+def test_a_refrain_is_no_repetition() -> None:
+    line = "Happy birthday to you, my dear."
+    joint = Joint(f"{line} {line}", f"{line} {line}")
+
+    out = joint.add(f" {line}") + joint.add(" Amen.")
+
+    assert out == f" {line} Amen."
+
+
+def test_an_answer_that_begins_anew_is_none_to_go_on_with() -> None:
+    joint = Joint(STORY, STORY)
+
+    with pytest.raises(NodeFailure) as failed:
+        joint.add(STORY[:40] + "or so they say")
+
+    assert failed.value.failure is Failure.NOT_CONTINUED
+    assert not failed.value.counts
+
+
+# -- where streams meet
+
+
+def seam(written: Written, kind: str = "vllm", **asked: Any) -> Seam:
+    asked.setdefault("stream", True)
+    answer = KINDS[kind].answer(call(**asked))
+    return Seam(answer, Operation.CHAT, written)
+
+
+def documents(events: bytes) -> list[dict[str, Any]]:
+    datas = [line[6:] for line in events.splitlines() if line.startswith(b"data: ")]
+    return [orjson.loads(data) for data in datas if data != b"[DONE]"]
+
+
+def test_the_rest_of_a_stream_has_the_id_of_its_beginning() -> None:
+    written = said("Hello")
+    written.head["id"], written.head["created"] = "chatcmpl-0", 1
+    rest = event(ROLE) + event(text(" there")) + event(chunk(finish="stop")) + DONE
+
+    out = documents(seam(written).feed(rest))
+
+    assert {(each["id"], each["created"], each["model"]) for each in out} == {("chatcmpl-0", 1, "m")}
+    assert [each["choices"][0]["delta"] for each in out] == [{"content": " there"}, {}]
+
+
+@pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 8}}])
+def test_tokens_of_all_parts_are_added_up(details: dict[str, Any]) -> None:
+    counts = {"prompt_tokens": 12, "completion_tokens": 5, "total_tokens": 17, **details}
+    rest = event(text(" c")) + event(chunk(finish="stop")) + event(usage_chunk(counts)) + DONE
+    joined = seam(said("a", " b"), include_usage=True)
+
+    out = documents(joined.feed(rest))
+
+    assert out[-1]["usage"] == {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17}
+    assert joined.usage == Usage(12, 5, 8 if details else 0)  # its own
+    assert total(2, Usage(12, 5, 8)) == Usage(10, 7, 8)
+
+
+def test_the_end_alone_may_be_missing() -> None:
+    joined = seam(said("Hello"))
+
+    out = joined.feed(event(ROLE) + event(chunk(finish="stop")) + DONE)
+
+    assert [each["choices"][0]["finish_reason"] for each in documents(out)] == ["stop"]
+    assert out.endswith(DONE)
+
+
+def test_text_that_is_held_comes_before_the_end() -> None:
+    joined = seam(said(STORY))
+    first = joined.feed(event(text(STORY[:10])))
+
+    out = documents(joined.feed(event(chunk(finish="stop")) + DONE))
+
+    assert first == b""
+    assert [each["choices"][0]["delta"] for each in out] == [{"content": STORY[:10]}, {}]
+
+
+def test_tool_calls_may_come_after_the_text() -> None:
+    piece = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    joined = seam(said("Let me see."), tools=[{}])
+
+    out = documents(
+        joined.feed(event(text(" So:")) + event(chunk({"tool_calls": [piece]})) + event(chunk(finish="stop")))
+    )
+
+    assert [each["choices"][0]["delta"] for each in out][:2] == [{"content": " So:"}, {"tool_calls": [piece]}]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_node_that_thinks_again_does_not_go_on(name: str) -> None:
+    with pytest.raises(NodeFailure) as failed:
+        seam(said("Hello")).feed(event(ROLE) + event(chunk({name: "hm"})))
+
+    assert failed.value.failure is Failure.NOT_CONTINUED
+
+
+def test_an_event_that_cannot_be_read_is_left_out() -> None:
+    joined = seam(said("Hello"))
+
+    out = joined.feed(event(text(" a"))) + joined.feed(b"data: {broken}\n\n") + joined.feed(event(text(" b")))
+
+    assert [each["choices"][0]["delta"]["content"] for each in documents(out)] == [" a", " b"]
+    assert joined.dropped == 1
+
+
+def test_a_limit_that_is_used_up_ends_the_stream() -> None:
+    written = said("a", " b")
+
+    out = length_reached(Operation.CHAT, written, Usage(4, 2))
+
+    end, usage = documents(out)
+    assert (end["id"], end["choices"][0]["finish_reason"]) == ("chatcmpl-1", "length")
+    assert usage["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    assert out.endswith(DONE)
+    assert len(documents(length_reached(Operation.CHAT, written, None))) == 1
+
+
+# -- cut at any byte
+
+
+class Cut(NamedTuple):
+    """A stream that broke: what its client has, as bytes."""
+
+    out: bytes
+    broken: bool
+
+
+def wire(kind: str, words: Sequence[str], operation: Operation) -> bytes:
+    """What a node of the kind writes to say these words."""
+    if kind == NDJSON_KIND:
+        key = "message" if operation is Operation.CHAT else "response"
+        lines: list[dict[str, Any]] = [
+            {"model": "m", key: {"role": "assistant", "content": word} if key == "message" else word, "done": False}
+            for word in words
+        ]
+        end = {"content": ""} if key == "message" else ""
+        lines.append({"model": "m", key: end, "done": True, "done_reason": "stop", "eval_count": len(words)})
+        return b"".join(orjson.dumps(line) + b"\n" for line in lines)
+    if operation is Operation.CHAT:
+        pieces = [ROLE, *map(text, words), chunk(finish="stop")]
+    else:
+        pieces = [{**chunk(), "choices": [{"index": 0, "text": word}]} for word in words]
+        pieces.append({**chunk(), "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    return b"".join(map(event, pieces)) + DONE
+
+
+def relayed(answer: Answer, data: bytes, cuts: Sequence[int]) -> Cut:
+    """What a client gets of these bytes, which come in pieces."""
+    out, places = b"", [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    try:
+        for start, end in pairwise(places):
+            out += answer.feed(data[start:end]) if end > start else b""
+            if answer.ended:
+                break
+        out += answer.finish()
+    except NodeFailure:
+        return Cut(out, broken=True)
+    return Cut(out, broken=False)
+
+
+def answer_of(kind: str, operation: Operation) -> Answer:
+    prompt: dict[str, Any] = {} if operation is Operation.CHAT else {"prompt": "p"}
+    return KINDS[kind].answer(call(operation=operation, stream=True, **prompt))
+
+
+def spoken(events: bytes, operation: Operation) -> str:
+    choices = [choice for each in documents(events) for choice in each["choices"]]
+    if operation is Operation.COMPLETION:
+        return "".join(choice["text"] for choice in choices)
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+# Few letters, so that nothing is so telling that it could be taken for a repetition.
+words_of_few_letters = st.lists(st.text("ab \n\u00e9\U0001f525", min_size=1, max_size=5), min_size=1, max_size=12)
+
+
+@settings(max_examples=300)
+@given(
+    words=words_of_few_letters,
+    kinds=st.lists(st.sampled_from(["vllm", "ollama", "llamacpp"]), min_size=1, max_size=4),
+    operation=st.sampled_from([Operation.CHAT, Operation.COMPLETION]),
+    ends=st.lists(st.integers(0, 4000), min_size=4, max_size=4),
+    cuts=st.lists(st.integers(0, 4000), max_size=6),
+)
+def test_a_stream_that_dies_anywhere_and_goes_on_is_the_whole_text(
+    words: list[str], kinds: list[str], operation: Operation, ends: list[int], cuts: list[int]
+) -> None:
+    """Nodes that honour the start of an answer, each of which dies at any byte but the last, which never does."""
+    whole, client = "".join(words), b""
+    for number, kind in enumerate([*kinds, "vllm"]):
+        written = read(client, operation=operation)
+        if written.finished:
+            break
+        told = written.start
+        rest = words if not told else [whole[len(told) :][place : place + 3] for place in range(0, len(whole), 3)]
+        data = wire(kind, [word for word in rest if word], operation)
+        answer = answer_of(kind, operation)
+        joined: Answer = Seam(answer, operation, written) if client else answer
+        if number < len(kinds):
+            data = data[: ends[number] % (len(data) + 1)]
+        part = relayed(joined, data, cuts)
+        if joined.begun:
+            client += part.out
+        assert client.count(b"data: ") == client.count(b"\n\n"), "whole events only"
+
+    assert spoken(client, operation) == whole
+    assert len({each["id"] for each in documents(client)}) == 1
+    assert sum(bool(each["choices"][0].get("finish_reason")) for each in documents(client) if each["choices"]) == 1
+    assert client.endswith(DONE)
