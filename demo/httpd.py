@@ -255,6 +255,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        if not self._server.listening:  # it was accepted in the very moment in which that ended
+            reset_on_close(connection_socket(transport))
+            self.transport.abort()
+            return
         connection_socket(transport).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.transport.set_write_buffer_limits(0)  # so that `drain` waits for the kernel, not for our own buffer
         self._server.connections.add(self)

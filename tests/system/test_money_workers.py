@@ -194,10 +194,11 @@ async def test_killed_workers_leave_nothing_unaccounted_and_nothing_stuck(tmp_pa
             async with killing.load(12):
                 for _ in range(20):
                     await kill_one_in_mid_stream(hearth, cloud, path)
+                # Workers may die faster than any of their streams can end.
+                await until(lambda: killing.answered, "streams are answered again", START_SECONDS)
             await hearth.all_serve(WORKERS, START_SECONDS)
 
             assert killing.broken >= 20
-            assert killing.answered
             assert {(await ask(hearth, "m")).status for _ in range(8)} == {200}
             assert {(await ask(hearth, "far-0", max_tokens=2)).status} == {200}
             await until(lambda: idle(hearth), "nothing is in flight", 5)
