@@ -17,6 +17,8 @@ Clock = Callable[[], float]
 
 LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _GUESS_SECONDS = 0.2
+_TOLL = 0.5
+_SHARE_CAP = 1.0
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
 _MODELS = 512  # of which demand is remembered
@@ -198,7 +200,7 @@ class Forecast:
             seat.load_wait += chance * max(busy, default=0.0)
             # Whom it really meets is the engine's secret: half the worst.
             costs = [self.eviction_seconds(other, now) for other in work.others(seat)]
-            seat.toll = chance * 0.5 * (self.eviction_seconds(victim, now) + max(costs))
+            seat.toll = chance * _TOLL * (self.eviction_seconds(victim, now) + max(costs))
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -493,7 +495,7 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
 
     A second load has a price of its own, or two would be started where one is nearly as good.
     """
-    later = min(seat.share * worse, seat.load_s)
+    later = min(seat.share * worse, _SHARE_CAP * seat.load_s)
     return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 

@@ -375,6 +375,8 @@ class Seat:
     @property
     def warm(self) -> bool:
         """Whether the model is in memory: the node lists it, or has answered since it last listed what is."""
+        if self.loading is not None:
+            return False  # engines list a model from the moment on at which they begin to load it
         loaded = self.work.node.loaded
         if loaded is None or self.model in loaded:
             return True
