@@ -17,8 +17,7 @@ Clock = Callable[[], float]
 
 LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _GUESS_SECONDS = 0.2
-_TOLL = 0.5
-_SHARE_CAP = 1.0
+_TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
 _MODELS = 512  # of which demand is remembered
@@ -43,6 +42,10 @@ class Prediction(NamedTuple):
     @property
     def first_token(self) -> float:
         return max(self.slot, self.load) + self.prefill
+
+    @property
+    def service(self) -> float:
+        return self.prefill + self.decode
 
     @property
     def whole(self) -> float:
@@ -134,7 +137,7 @@ class Forecast:
         if speed.decode.known:
             seat.alone_s, seat.crowding = speed.decode.line()
         elif guess:
-            seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.crowding_guess()
+            seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.CROWDING
 
     def _guess(self, seat: Seat, shown: Callable[[Seat], float | None]) -> float:
         mine, demand = seat.work, seat.demand
@@ -198,7 +201,6 @@ class Forecast:
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
             seat.load_wait += chance * max(busy, default=0.0)
-            # Whom it really meets is the engine's secret: half the worst.
             costs = [self.eviction_seconds(other, now) for other in work.others(seat)]
             seat.toll = chance * _TOLL * (self.eviction_seconds(victim, now) + max(costs))
 
@@ -227,11 +229,8 @@ class Forecast:
     def _alone(self, seat: Seat) -> float:
         return seat.speed.decode.line()[0] if seat.speed.decode.known else self._guess(seat, shown_decode)
 
-    def prediction(
-        self, seat: Seat, job: Job, best_service: float | None = None, elsewhere: bool = False
-    ) -> Prediction:
-        """Every term for one request on one seat. For cold ones, `best_service` is that of the best seat, and
-        `elsewhere` says whether another has the model in memory, or soon."""
+    def prediction(self, seat: Seat, job: Job) -> Prediction:
+        """Every term for one request on one seat, but for the investment, which other seats have a say in."""
         now = self.clock()
         if seat.version != seat.work.version or now > seat.good_until:
             self.refresh(seat, now)
@@ -241,7 +240,6 @@ class Forecast:
         prefill = (tokens - hit) * seat.prefill_s
         decode = output * seat.decode_s
         service = prefill + decode
-        worse = max(0.0, service - best_service) if best_service is not None else 0.0
         return Prediction(
             slot=seat.slot_wait,
             load=seat.load_wait,
@@ -249,7 +247,7 @@ class Forecast:
             decode=decode,
             crowding=seat.press * min(service, seat.rest),
             eviction=seat.toll,
-            investment=investment(seat, worse, elsewhere) if seat.cold else 0.0,
+            investment=0.0,
         )
 
     def needs(self, demand: Demand, job: Job) -> tuple[float, float, float]:
@@ -259,9 +257,6 @@ class Forecast:
         return job.characters * ratio, output, ratio
 
     # -- what happens
-
-    def asked(self, candidate: Candidate, now: float) -> None:
-        self.seat(candidate).demand.asked(now)
 
     def placed(self, candidate: Candidate, job: Job) -> Booking:
         """The request is sent to this node now."""
@@ -293,8 +288,7 @@ class Forecast:
         seat.used_at = now
         seat.slots.placed()
         work.slots.placed()
-        work.promised.pop(job, None)
-        work.version += 1
+        work.withdraw(job)
         return booking
 
     def began(self, booking: Booking) -> bool:
@@ -316,7 +310,7 @@ class Forecast:
         elif carried and seat.loading is not None:
             work.load_ended(seat.loading, seat.model, now)
             seat.loading = None
-        if booking.job.chain:
+        if booking.job.chain and self._works.get(work.node) is work:  # else its number may be another's by now
             seat.demand.prefixes.learn(seat.held, booking.job.chain, booking.job.sizes)
         work.version += 1
         if carried:
@@ -430,12 +424,13 @@ class Forecast:
         return seat, loading
 
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
-        victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.takes) else None
+        chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
+        victim = seat.work.victim(seat) if chance else None
         if victim is not None:
             victim.doubted_until = now + DOUBT_SECONDS
             if any(booking.seat is not seat for booking in seat.work.bookings):
-                loading.blocks = seat.work.chance_of_eviction(seat.takes)
+                loading.blocks = chance
             self.on_look(seat.work.node)
         seat.work.version += 1
 
@@ -495,7 +490,7 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
 
     A second load has a price of its own, or two would be started where one is nearly as good.
     """
-    later = min(seat.share * worse, _SHARE_CAP * seat.load_s)
+    later = min(seat.share * max(0.0, worse), seat.load_s)
     return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 

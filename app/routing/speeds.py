@@ -15,7 +15,7 @@ _LEAST_PREFILL_TOKENS = 48  # below, the time to the first token says nothing ab
 _LEAST_DECODE_TOKENS = 6
 
 # Crowding: how much each other stream on the node slows one down, as a share of its speed alone.
-_CROWDING = 0.06
+CROWDING = 0.06
 _CROWDING_WEIGHT = 12.0  # of that guess, against samples
 _CROWDING_MAX = 1.0
 
@@ -86,7 +86,7 @@ class Decode:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = max(0.0, self._xx - self._weight * mean_x * mean_x)
         joint = self._xy - self._weight * mean_x * mean_y
-        guess = mean_y * _CROWDING / (1 + _CROWDING * mean_x)
+        guess = mean_y * CROWDING / (1 + CROWDING * mean_x)
         slope = (joint + _CROWDING_WEIGHT * guess) / (spread + _CROWDING_WEIGHT)
         slope = min(max(slope, 0.0), mean_y / max(1.0, mean_x))
         alone = max(mean_y - slope * mean_x, mean_y / (1 + _CROWDING_MAX * mean_x))
@@ -138,10 +138,6 @@ def prefill_guess(size: float, power: float) -> float:
 
 def load_guess(size: float) -> float:
     return min(max(size / _LOADED_BYTES_PER_SECOND, 1.0), 120.0) if size else _LOAD_SECONDS
-
-
-def crowding_guess() -> float:
-    return _CROWDING
 
 
 def from_others(other_nodes: Iterable[Known], same_node: Iterable[Known], power: float, size: float) -> float | None:

@@ -21,14 +21,11 @@ from app.routing.speeds import Known, Speed
 if TYPE_CHECKING:
     from app.routing.registry import Candidate, Node
 
-Clock = Callable[[], float]
-
 DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
-_SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
-_LATE_SECONDS = 0.05
 _FITS, _UNCERTAIN, _HARDLY = 0.0, 0.5, 0.9  # chances that a load drives another model out
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
+_POWER = 0.2  # nodes with more slots are a little faster, as a rule
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
 _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
@@ -215,6 +212,18 @@ class Work:
                 if seat.model != model and seat.model in loading.others:
                     seat.doubted_until = now + DOUBT_SECONDS
 
+    # -- those who wait
+
+    def promise(self, job: Job, seconds: float) -> None:
+        """The request waits for a place here, and will take so long."""
+        self.promised[job] = seconds
+        self.version += 1
+
+    def withdraw(self, job: Job) -> None:
+        """The request does not wait here any more, if it did."""
+        self.promised.pop(job, None)
+        self.version += 1
+
     # -- slots
 
     def heard(self) -> None:
@@ -395,7 +404,7 @@ class Seat:
         spec = self.work.node.spec
         if spec.speed is not None:
             return spec.weight * spec.speed
-        return spec.weight * math.sqrt(spec.max_concurrency or 4)
+        return spec.weight * math.pow(spec.max_concurrency or 4, _POWER)
 
     def forget(self) -> None:
         self.demand.prefixes.forget(self.held)

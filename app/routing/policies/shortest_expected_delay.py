@@ -23,7 +23,7 @@ _TIE = 0.03  # differences below this share say nothing: chance decides
 _WAIT_GAIN = 1.05  # how much better a place must be that is worth a wait
 _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
-_LOAD_PATIENCE = 1.5  # of the time that a load should take: then requests are sent to where it goes on
+_LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
 _EVICTION_PRICE = 10.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
@@ -66,6 +66,9 @@ class ShortestExpectedDelay(Policy):
             demand.asked(now)
         if len(candidates) == 1:
             return self._only(candidates, job, now)
+        if job.seat is not None and self._nowhere(candidates, job.seat, now - job.since):
+            self._promise(job, job.seat, job.wait_for)
+            return []
         tokens, output, ratio = forecast.needs(demand, job)
         held = demand.prefixes.look_up(job.chain, job.sizes)
         uniform = self._uniform
@@ -118,6 +121,16 @@ class ShortestExpectedDelay(Policy):
         scores.sort(key=_score)
         return self._worth_now(scores, job, now)
 
+    def _nowhere(self, candidates: list[Candidate], waits_for: Seat, waited: float) -> bool:
+        """Whether no place is free, and the one that is waited for is still one of them: then nothing has changed."""
+        there = False
+        for candidate in candidates:
+            seat = self.forecast.seat(candidate)
+            if seat.work.has_room(seat, waited):
+                return False
+            there = there or seat is waits_for
+        return there
+
     def _only(self, candidates: list[Candidate], job: Job, now: float) -> list[Candidate]:
         seat = self.forecast.seat(candidates[0])
         # With nowhere else to go, only a limit that is known is a reason to wait here rather than there.
@@ -162,22 +175,19 @@ class ShortestExpectedDelay(Policy):
 
     def renew(self, job: Job) -> None:
         if job.seat is not None:
-            job.seat.work.promised[job] = job.wait_for
-            job.seat.work.version += 1
+            job.seat.work.promise(job, job.wait_for)
 
     # -- those who wait
 
     def look_again(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             if job.seat is not None:
-                job.seat.work.promised.pop(job, None)
-                job.seat.work.version += 1
+                job.seat.work.withdraw(job)
 
     def left(self, job: Job) -> None:
         seat, job.seat = job.seat, None
         if seat is not None:
-            seat.work.promised.pop(job, None)
-            seat.work.version += 1
+            seat.work.withdraw(job)
 
     def placed(self, candidate: Candidate, job: Job) -> Progress | None:
         self.left(job)
@@ -242,11 +252,14 @@ class ShortestExpectedDelay(Policy):
 
     def explain(self, candidates: list[Candidate], job: Job) -> list[Prediction]:
         """Every term for every candidate, in their order."""
-        plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
         seats = [self.forecast.seat(candidate) for candidate in candidates]
-        best = min((each.prefill + each.decode for each in plain), default=0.0)
+        plain = [self.forecast.prediction(seat, job) for seat in seats]
+        best = min((each.service for each in plain), default=0.0)
         elsewhere = any(not seat.cold for seat in seats)
-        return [self.forecast.prediction(seat, job, best, elsewhere) for seat in seats]
+        return [
+            each._replace(investment=investment(seat, each.service - best, elsewhere)) if seat.cold else each
+            for seat, each in zip(seats, plain, strict=True)
+        ]
 
 
 class _Rehearsal(Policy):
@@ -275,7 +288,3 @@ def _terms(prediction: Prediction) -> Terms:
 
 def _score(each: tuple[float, float, Seat, Candidate]) -> float:
     return each[0]
-
-
-def _service(each: tuple[float, float, Seat, Candidate]) -> float:
-    return each[1]
