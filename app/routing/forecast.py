@@ -20,6 +20,7 @@ _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
+_OLD_SECONDS = 600.0  # after which a node may have become another in speed
 _MODELS = 512  # of which demand is remembered
 _LATE = 2.0  # times the expected time to the first token
 _LATE_SECONDS = 0.05
@@ -274,6 +275,8 @@ class Forecast:
                     break
         booking.fresh = tokens - booking.hit
         booking.decode_seconds = output * seat.decode_s
+        if now - seat.used_at > _OLD_SECONDS:
+            seat.speed.age()
         warm = seat.warm
         booking.waited_for_load = not warm
         ready = 0.0 if warm and work.room(seat) > 0 else max(seat.slot_wait, seat.load_wait)

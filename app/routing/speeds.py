@@ -11,6 +11,9 @@ from math import exp, log
 from typing import NamedTuple
 
 _KEEP = 0.93  # what is left of a sample's weight after each newer one
+# What samples count for together when the node has not been asked for long.
+_OLD_SAMPLES = 0.05
+_OLD_TOKENS = 5.0
 _LEAST_PREFILL_TOKENS = 48  # below, the time to the first token says nothing about the speed
 _LEAST_DECODE_TOKENS = 6
 
@@ -45,6 +48,11 @@ class Ratio:
     def known(self) -> bool:
         return self._units > 0
 
+    def age(self) -> None:
+        """It is long ago: the next sample counts for far more than all before."""
+        if self._units > _OLD_TOKENS:
+            self._units, self._seconds = _OLD_TOKENS, self.value * _OLD_TOKENS
+
     @property
     def value(self) -> float:
         """Seconds per unit. Ask only when `known`."""
@@ -71,6 +79,12 @@ class Decode:
         self._y = self._y * _KEEP + seconds
         self._xx = self._xx * _KEEP + others * others
         self._xy = self._xy * _KEEP + others * seconds
+
+    def age(self) -> None:
+        """It is long ago: the next sample counts for far more than all before."""
+        keep = min(1.0, _OLD_SAMPLES / self._weight) if self._weight else 1.0
+        self._weight, self._x, self._y = self._weight * keep, self._x * keep, self._y * keep
+        self._xx, self._xy = self._xx * keep, self._xy * keep
 
     @property
     def known(self) -> bool:
@@ -112,6 +126,10 @@ class Speed:
         """`others` is how many other streams ran meanwhile, on average."""
         if tokens >= _LEAST_DECODE_TOKENS and seconds > 0:
             self.decode.add(seconds / tokens, others)
+
+    def age(self) -> None:
+        self.prefill.age()
+        self.decode.age()
 
     def loaded(self, seconds: float) -> None:
         if seconds > 0:

@@ -27,7 +27,7 @@ _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are s
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
 _EVICTION_PRICE = 10.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
-_UNSEEN_AFTER = 150  # choices; then a node is given one request that is not much better elsewhere
+_UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
 
 _SOMETHING = Request("", Operation.CHAT, "", b"", {})  # for whoever asks without saying what for
@@ -105,7 +105,7 @@ class ShortestExpectedDelay(Policy):
             if seat.cold:
                 cold = True
             elif newest - candidate.node.picked > _UNSEEN_AFTER:
-                score *= _UNSEEN_BONUS
+                score *= _UNSEEN_BONUS ** ((newest - candidate.node.picked) // _UNSEEN_AFTER)
             scores.append((score, service, seat, candidate))
         if cold:
             elsewhere = any(not each[2].cold for each in scores)
