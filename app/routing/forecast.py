@@ -159,9 +159,9 @@ class Forecast:
         guess = speeds.from_others(other_nodes, same_node, power, seat.size)
         if guess is not None:
             return guess
-        if shown is shown_load:
-            return speeds.load_guess(seat.size)
         relative = power * len(powers) / sum(powers)
+        if shown is shown_load:
+            return speeds.load_guess(seat.size) / relative
         return (speeds.prefill_guess if shown is shown_prefill else speeds.decode_guess)(seat.size, relative)
 
     def _crowd(self, seat: Seat, room: float, now: float) -> None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
-_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.5, 0.9  # chances that a load drives another model out
+_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.25, 0.9  # chances that a load drives another model out
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
-_POWER = 0.2  # nodes with more slots are a little faster, as a rule
+_POWER = 0.35  # nodes with more slots are a little faster, as a rule
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
 _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
