@@ -180,7 +180,7 @@ class Forecast:
 
     def _load(self, seat: Seat, now: float) -> None:
         seat.cold = False
-        seat.load_wait = seat.toll = seat.share = 0.0
+        seat.load_wait = seat.toll = seat.share = seat.chance = 0.0
         if seat.warm:
             for other in seat.work.seats.values() if len(seat.work.seats) > 1 else ():
                 if other.loading is not None and other.loading.blocks:
@@ -197,7 +197,7 @@ class Forecast:
             other.loading.left(now) for other in work.seats.values() if other.loading is not None
         )
         seat.share = seat.demand.ahead(now, load * _HORIZON_LOADS)
-        chance = work.chance_of_eviction(seat.takes)
+        chance = seat.chance = work.chance_of_eviction(seat.takes)
         victim = work.victim(seat) if chance else None
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]

@@ -144,6 +144,10 @@ class Work:
 
     # -- memory
 
+    def must_be_idle(self, seat: Seat) -> bool:
+        """Whether an engine would wait for those who are at work with a model that has to go, and all with it."""
+        return seat.chance > 0 and bool(self.bookings)
+
     def in_memory(self) -> frozenset[str]:
         listed = frozenset(self.node.loaded or ())
         return listed.union(model for model, seat in self.seats.items() if seat.warm) - frozenset(
@@ -324,6 +328,7 @@ class Seat:
 
     __slots__ = (
         "alone_s",
+        "chance",
         "cold",
         "confirmed",
         "count",
@@ -378,6 +383,7 @@ class Seat:
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
         self.cold = False
+        self.chance = 0.0  # that a load drives another model out
         self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0
 

@@ -25,7 +25,7 @@ _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
 _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
-_EVICTION_PRICE = 10.0
+_EVICTION_PRICE = 30.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
@@ -160,9 +160,7 @@ class ShortestExpectedDelay(Policy):
         if seat.cold:
             if any(other.loading is not None for other in seat.work.seats.values()):
                 return False
-            # An engine would wait for those who are at work with the model that has to go, and everybody with it.
-            busy = seat.toll > 0 and seat.work.bookings
-            return not busy or now - job.since > seat.load_wait
+            return not seat.work.must_be_idle(seat) or now - job.since > seat.load_wait
         if seat.warm:
             return not seat.load_wait
         return loading is None or now - loading.since > _LOAD_PATIENCE * loading.expected
@@ -205,9 +203,7 @@ class ShortestExpectedDelay(Policy):
         """
         ahead = max(each[2].share for each in scores)
         _, best_cold = min(
-            (each[1] * ahead + LOAD_PRICE * each[2].load_s + _EVICTION_PRICE * each[2].toll, place)
-            for place, each in enumerate(scores)
-            if each[2].cold
+            (each[1] * ahead + _price(each[2]), place) for place, each in enumerate(scores) if each[2].cold
         )
         _, service_there, seat, candidate = scores[best_cold]
         there = [each for each in scores if not each[2].cold]
@@ -219,8 +215,7 @@ class ShortestExpectedDelay(Policy):
         demand.regret_at = now
         loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
         demand.regret += loss
-        price = LOAD_PRICE * seat.load_s + _EVICTION_PRICE * seat.toll
-        if demand.regret > price:
+        if demand.regret > _price(seat):
             demand.regret = 0.0
             seat.work.wanted = (candidate, job, now + _WANTED_LOADS * seat.load_s)
             self._load_wanted(seat.work)
@@ -233,7 +228,7 @@ class ShortestExpectedDelay(Policy):
         seat, now = self.forecast.seat(candidate), self.forecast.clock()
         if seat.warm or seat.loading is not None or now > until:
             work.wanted = None
-        elif not (work.bookings and work.chance_of_eviction(seat.takes)) and self._free(seat, job, now):
+        elif not work.must_be_idle(seat) and self._free(seat, job, now):
             work.wanted = None
             self.start_load(candidate, job)
 
@@ -284,6 +279,11 @@ def score(prediction: Prediction) -> float:
 def _terms(prediction: Prediction) -> Terms:
     terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
     return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
+
+
+def _price(seat: Seat) -> float:
+    """Seconds that a load for its own sake costs; the surer that it drives another model out, the more."""
+    return LOAD_PRICE * seat.load_s + _EVICTION_PRICE * seat.chance * seat.toll
 
 
 def _score(each: tuple[float, float, Seat, Candidate]) -> float:
