@@ -118,12 +118,19 @@ class Engine:
                     else:
                         self._left.clear()
                         await self._left.wait()
-                self.loads += 1
-                await asyncio.sleep(self.machine.load_s)
-                self.loaded[model] = 0
+                await self._bring(model)
             self.loaded.move_to_end(model)
             self.loaded[model] += 1
         return loop.time() - began
+
+    async def _bring(self, model: str) -> None:
+        self.loads += 1
+        self.loaded[model] = 0  # engines list a model from the moment on at which they begin to load it
+        try:
+            await asyncio.sleep(self.machine.load_s)
+        except asyncio.CancelledError:
+            del self.loaded[model]
+            raise
 
     def leave(self, model: str) -> None:
         if model in self.loaded:

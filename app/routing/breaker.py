@@ -171,6 +171,11 @@ class Breaker:
             return 0.0
         return self._open_seconds_left() if self._state is BreakerState.OPEN else PROBE_WAIT_SECONDS
 
+    def try_soon(self) -> None:
+        """The node was away and is back: the next caller is the probe, without a further wait."""
+        if self._state is BreakerState.OPEN:
+            self._open_seconds = 0.0
+
     def share(self, tell: Callable[[], None]) -> None:
         """Calls `tell` when it opens or closes by what happened here, and probes a bit sooner or later than others."""
         self._tell = tell

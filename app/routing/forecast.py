@@ -17,8 +17,10 @@ Clock = Callable[[], float]
 
 LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _GUESS_SECONDS = 0.2
+_TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
 _HORIZON_LOADS = 10.0  # how far ahead a load is judged, in times that a load takes
+_OLD_SECONDS = 600.0  # after which a node may have become another in speed
 _MODELS = 512  # of which demand is remembered
 _LATE = 2.0  # times the expected time to the first token
 _LATE_SECONDS = 0.05
@@ -41,6 +43,10 @@ class Prediction(NamedTuple):
     @property
     def first_token(self) -> float:
         return max(self.slot, self.load) + self.prefill
+
+    @property
+    def service(self) -> float:
+        return self.prefill + self.decode
 
     @property
     def whole(self) -> float:
@@ -132,7 +138,7 @@ class Forecast:
         if speed.decode.known:
             seat.alone_s, seat.crowding = speed.decode.line()
         elif guess:
-            seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.crowding_guess()
+            seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.CROWDING
 
     def _guess(self, seat: Seat, shown: Callable[[Seat], float | None]) -> float:
         mine, demand = seat.work, seat.demand
@@ -153,9 +159,9 @@ class Forecast:
         guess = speeds.from_others(other_nodes, same_node, power, seat.size)
         if guess is not None:
             return guess
-        if shown is shown_load:
-            return speeds.load_guess(seat.size)
         relative = power * len(powers) / sum(powers)
+        if shown is shown_load:
+            return speeds.load_guess(seat.size) / relative
         return (speeds.prefill_guess if shown is shown_prefill else speeds.decode_guess)(seat.size, relative)
 
     def _crowd(self, seat: Seat, room: float, now: float) -> None:
@@ -174,7 +180,7 @@ class Forecast:
 
     def _load(self, seat: Seat, now: float) -> None:
         seat.cold = False
-        seat.load_wait = seat.toll = seat.share = 0.0
+        seat.load_wait = seat.toll = seat.share = seat.chance = 0.0
         if seat.warm:
             for other in seat.work.seats.values() if len(seat.work.seats) > 1 else ():
                 if other.loading is not None and other.loading.blocks:
@@ -191,14 +197,13 @@ class Forecast:
             other.loading.left(now) for other in work.seats.values() if other.loading is not None
         )
         seat.share = seat.demand.ahead(now, load * _HORIZON_LOADS)
-        chance = work.chance_of_eviction(seat.takes)
+        chance = seat.chance = work.chance_of_eviction(seat.takes)
         victim = work.victim(seat) if chance else None
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
             seat.load_wait += chance * max(busy, default=0.0)
-            # Whom it really meets is the engine's secret: half the worst.
             costs = [self.eviction_seconds(other, now) for other in work.others(seat)]
-            seat.toll = chance * 0.5 * (self.eviction_seconds(victim, now) + max(costs))
+            seat.toll = chance * _TOLL * (self.eviction_seconds(victim, now) + max(costs))
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -225,11 +230,8 @@ class Forecast:
     def _alone(self, seat: Seat) -> float:
         return seat.speed.decode.line()[0] if seat.speed.decode.known else self._guess(seat, shown_decode)
 
-    def prediction(
-        self, seat: Seat, job: Job, best_service: float | None = None, elsewhere: bool = False
-    ) -> Prediction:
-        """Every term for one request on one seat. For cold ones, `best_service` is that of the best seat, and
-        `elsewhere` says whether another has the model in memory, or soon."""
+    def prediction(self, seat: Seat, job: Job) -> Prediction:
+        """Every term for one request on one seat, but for the investment, which other seats have a say in."""
         now = self.clock()
         if seat.version != seat.work.version or now > seat.good_until:
             self.refresh(seat, now)
@@ -239,7 +241,6 @@ class Forecast:
         prefill = (tokens - hit) * seat.prefill_s
         decode = output * seat.decode_s
         service = prefill + decode
-        worse = max(0.0, service - best_service) if best_service is not None else 0.0
         return Prediction(
             slot=seat.slot_wait,
             load=seat.load_wait,
@@ -247,7 +248,7 @@ class Forecast:
             decode=decode,
             crowding=seat.press * min(service, seat.rest),
             eviction=seat.toll,
-            investment=investment(seat, worse, elsewhere) if seat.cold else 0.0,
+            investment=0.0,
         )
 
     def needs(self, demand: Demand, job: Job) -> tuple[float, float, float]:
@@ -257,9 +258,6 @@ class Forecast:
         return job.characters * ratio, output, ratio
 
     # -- what happens
-
-    def asked(self, candidate: Candidate, now: float) -> None:
-        self.seat(candidate).demand.asked(now)
 
     def placed(self, candidate: Candidate, job: Job) -> Booking:
         """The request is sent to this node now."""
@@ -277,6 +275,8 @@ class Forecast:
                     break
         booking.fresh = tokens - booking.hit
         booking.decode_seconds = output * seat.decode_s
+        if now - seat.used_at > _OLD_SECONDS:
+            seat.speed.age()
         warm = seat.warm
         booking.waited_for_load = not warm
         ready = 0.0 if warm and work.room(seat) > 0 else max(seat.slot_wait, seat.load_wait)
@@ -291,8 +291,7 @@ class Forecast:
         seat.used_at = now
         seat.slots.placed()
         work.slots.placed()
-        work.promised.pop(job, None)
-        work.version += 1
+        work.withdraw(job)
         return booking
 
     def began(self, booking: Booking) -> bool:
@@ -314,7 +313,7 @@ class Forecast:
         elif carried and seat.loading is not None:
             work.load_ended(seat.loading, seat.model, now)
             seat.loading = None
-        if booking.job.chain:
+        if booking.job.chain and self._works.get(work.node) is work:  # else its number may be another's by now
             seat.demand.prefixes.learn(seat.held, booking.job.chain, booking.job.sizes)
         work.version += 1
         if carried:
@@ -428,12 +427,13 @@ class Forecast:
         return seat, loading
 
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
-        victim = seat.work.victim(seat) if seat.work.chance_of_eviction(seat.takes) else None
+        chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
+        victim = seat.work.victim(seat) if chance else None
         if victim is not None:
             victim.doubted_until = now + DOUBT_SECONDS
             if any(booking.seat is not seat for booking in seat.work.bookings):
-                loading.blocks = seat.work.chance_of_eviction(seat.takes)
+                loading.blocks = chance
             self.on_look(seat.work.node)
         seat.work.version += 1
 
@@ -493,7 +493,7 @@ def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
 
     A second load has a price of its own, or two would be started where one is nearly as good.
     """
-    later = min(seat.share * worse, seat.load_s)
+    later = min(seat.share * max(0.0, worse), seat.load_s)
     return later + LOAD_PRICE * seat.load_s if elsewhere else later
 
 

@@ -61,7 +61,7 @@ class Loads:
         return True
 
     async def _finish(self, asking: asyncio.Task[Reply], seat: Seat, loading: Loading) -> None:
-        began, seconds = self.forecast.clock() - loading.since, None
+        seconds = None
         try:
             reply = await asking
             seconds = self.forecast.clock() - loading.since
@@ -70,7 +70,7 @@ class Loads:
             pass  # those who wait ask a node themselves, and hear why
         finally:
             asking.cancel()
-            self.forecast.load_ended(seat, loading, None if seconds is None else max(seconds, began))
+            self.forecast.load_ended(seat, loading, seconds)
 
     def start(self, candidate: Candidate, job: Job) -> None:
         """Makes the node load the model, where its kind knows how."""

@@ -210,6 +210,8 @@ class Registry:
         changed = node.state is not health.state
         if changed and health.state is NodeState.HEALTHY:
             node.incarnation += 1
+            if node.state is NodeState.DOWN:
+                node.breaker.try_soon()
         node.state, node.reason = health.state, health.reason
         if models is not None:
             listed = {model.name: model for model in models}

@@ -11,11 +11,14 @@ from math import exp, log
 from typing import NamedTuple
 
 _KEEP = 0.93  # what is left of a sample's weight after each newer one
+# What samples count for together when the node has not been asked for long.
+_OLD_SAMPLES = 0.05
+_OLD_TOKENS = 5.0
 _LEAST_PREFILL_TOKENS = 48  # below, the time to the first token says nothing about the speed
 _LEAST_DECODE_TOKENS = 6
 
 # Crowding: how much each other stream on the node slows one down, as a share of its speed alone.
-_CROWDING = 0.06
+CROWDING = 0.06
 _CROWDING_WEIGHT = 12.0  # of that guess, against samples
 _CROWDING_MAX = 1.0
 
@@ -45,6 +48,11 @@ class Ratio:
     def known(self) -> bool:
         return self._units > 0
 
+    def age(self) -> None:
+        """It is long ago: the next sample counts for far more than all before."""
+        if self._units > _OLD_TOKENS:
+            self._units, self._seconds = _OLD_TOKENS, self.value * _OLD_TOKENS
+
     @property
     def value(self) -> float:
         """Seconds per unit. Ask only when `known`."""
@@ -72,6 +80,12 @@ class Decode:
         self._xx = self._xx * _KEEP + others * others
         self._xy = self._xy * _KEEP + others * seconds
 
+    def age(self) -> None:
+        """It is long ago: the next sample counts for far more than all before."""
+        keep = min(1.0, _OLD_SAMPLES / self._weight) if self._weight else 1.0
+        self._weight, self._x, self._y = self._weight * keep, self._x * keep, self._y * keep
+        self._xx, self._xy = self._xx * keep, self._xy * keep
+
     @property
     def known(self) -> bool:
         return self._weight > 0
@@ -86,7 +100,7 @@ class Decode:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = max(0.0, self._xx - self._weight * mean_x * mean_x)
         joint = self._xy - self._weight * mean_x * mean_y
-        guess = mean_y * _CROWDING / (1 + _CROWDING * mean_x)
+        guess = mean_y * CROWDING / (1 + CROWDING * mean_x)
         slope = (joint + _CROWDING_WEIGHT * guess) / (spread + _CROWDING_WEIGHT)
         slope = min(max(slope, 0.0), mean_y / max(1.0, mean_x))
         alone = max(mean_y - slope * mean_x, mean_y / (1 + _CROWDING_MAX * mean_x))
@@ -113,6 +127,10 @@ class Speed:
         if tokens >= _LEAST_DECODE_TOKENS and seconds > 0:
             self.decode.add(seconds / tokens, others)
 
+    def age(self) -> None:
+        self.prefill.age()
+        self.decode.age()
+
     def loaded(self, seconds: float) -> None:
         if seconds > 0:
             self.load.add(1, seconds)
@@ -138,10 +156,6 @@ def prefill_guess(size: float, power: float) -> float:
 
 def load_guess(size: float) -> float:
     return min(max(size / _LOADED_BYTES_PER_SECOND, 1.0), 120.0) if size else _LOAD_SECONDS
-
-
-def crowding_guess() -> float:
-    return _CROWDING
 
 
 def from_others(other_nodes: Iterable[Known], same_node: Iterable[Known], power: float, size: float) -> float | None:

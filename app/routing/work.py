@@ -21,14 +21,11 @@ from app.routing.speeds import Known, Speed
 if TYPE_CHECKING:
     from app.routing.registry import Candidate, Node
 
-Clock = Callable[[], float]
-
 DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
-_SLOT_LATE = 2.0  # times the expected time to the first token: then it waited for a slot
-_LATE_SECONDS = 0.05
-_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.5, 0.9  # chances that a load drives another model out
+_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.25, 0.9  # chances that a load drives another model out
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
+_POWER = 0.35  # nodes with more slots are a little faster, as a rule
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
 _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
@@ -147,6 +144,10 @@ class Work:
 
     # -- memory
 
+    def must_be_idle(self, seat: Seat) -> bool:
+        """Whether an engine would wait for those who are at work with a model that has to go, and all with it."""
+        return seat.chance > 0 and bool(self.bookings)
+
     def in_memory(self) -> frozenset[str]:
         listed = frozenset(self.node.loaded or ())
         return listed.union(model for model, seat in self.seats.items() if seat.warm) - frozenset(
@@ -214,6 +215,18 @@ class Work:
             for seat in self.seats.values():
                 if seat.model != model and seat.model in loading.others:
                     seat.doubted_until = now + DOUBT_SECONDS
+
+    # -- those who wait
+
+    def promise(self, job: Job, seconds: float) -> None:
+        """The request waits for a place here, and will take so long."""
+        self.promised[job] = seconds
+        self.version += 1
+
+    def withdraw(self, job: Job) -> None:
+        """The request does not wait here any more, if it did."""
+        self.promised.pop(job, None)
+        self.version += 1
 
     # -- slots
 
@@ -315,6 +328,7 @@ class Seat:
 
     __slots__ = (
         "alone_s",
+        "chance",
         "cold",
         "confirmed",
         "count",
@@ -369,12 +383,15 @@ class Seat:
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
         self.cold = False
+        self.chance = 0.0  # that a load drives another model out
         self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0
 
     @property
     def warm(self) -> bool:
         """Whether the model is in memory: the node lists it, or has answered since it last listed what is."""
+        if self.loading is not None:
+            return False  # engines list a model from the moment on at which they begin to load it
         loaded = self.work.node.loaded
         if loaded is None or self.model in loaded:
             return True
@@ -393,7 +410,7 @@ class Seat:
         spec = self.work.node.spec
         if spec.speed is not None:
             return spec.weight * spec.speed
-        return spec.weight * math.sqrt(spec.max_concurrency or 4)
+        return spec.weight * math.pow(spec.max_concurrency or 4, _POWER)
 
     def forget(self) -> None:
         self.demand.prefixes.forget(self.held)

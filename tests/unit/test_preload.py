@@ -154,7 +154,7 @@ def test_another_node_takes_over_from_one_that_is_down() -> None:
 def ask(house: House, place: int, model: str) -> None:
     """A request is served."""
     candidate, request = Candidate(house.nodes[place], model), job()
-    house.forecast.asked(candidate, house.clock.now)
+    house.forecast.seat(candidate).demand.asked(house.clock.now)
     house.forecast.ended(house.forecast.placed(candidate, request), Outcome.OK, None, None)
 
 

@@ -105,3 +105,18 @@ def test_a_cloud_target_is_asked_only_for_what_it_may_be(
     spec = NodeSpec("http://c", name="c", tier=1, models=models, default_model=default)
 
     assert Node(spec, Breaker(3, 15.0), kind()).cloud_name(wanted) == given
+
+
+def test_a_node_that_is_back_is_tried_at_once() -> None:
+    back = node("a")
+    registry = Registry([back])
+    registry.observe(back, Health(NodeState.DOWN, "refused"))
+    for _ in range(3):
+        permit = back.breaker.acquire()
+        assert permit is not None
+        permit.fail("refused")
+    assert not back.breaker.would_admit()
+
+    registry.observe(back, HEALTHY)
+
+    assert back.breaker.would_admit()

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.decision import microseconds
-from benchmarks.scheduling import play, scenes
+from benchmarks.scheduling import play, random_scene, scenes
 
 
 @pytest.mark.parametrize("cluster", ["four", "pair"])
@@ -30,6 +30,14 @@ def test_it_is_near_to_what_someone_who_knows_all_would_do() -> None:
 
     assert mean(ours.stretch) < 1.3 * mean(best.stretch)
     assert ours.loads <= 4
+
+
+def test_models_do_not_drive_each_other_out_in_turn() -> None:
+    scene = random_scene(105)  # seven nodes for four models, most with room for one
+
+    loads = [play(scene, "shortest_expected_delay", seed=seed, count=40).loads for seed in (21, 22, 23, 24)]
+
+    assert sum(loads) <= 7 * len(loads)
 
 
 def test_no_request_fails_when_a_node_dies_before_it_answers_or_comes_back() -> None:

@@ -208,6 +208,96 @@ def test_a_node_that_was_not_chosen_for_long_is_tried_again() -> None:
     assert chosen == {0, 1}
 
 
+def test_a_node_that_was_slow_for_long_and_is_not_any_more_is_found_out() -> None:
+    bench = Bench({}, {})
+    for _ in range(20):
+        bench.serve(0, job(), first=0.2, whole=2.0)
+        bench.serve(1, job(), first=1.6, whole=16.0)
+    places = []
+    for _ in range(1600):
+        asked = job()
+        place = int(bench.rank(asked)[0][1])
+        bench.serve(place, asked, first=(0.2, 0.1)[place], whole=(2.0, 1.0)[place])
+        places.append(place)
+
+    found_out = places.index(1)
+    assert found_out < 1400  # eight times as slow: the slower, the later
+    assert sum(places[found_out : found_out + 40]) > 30
+
+
+@pytest.mark.parametrize("slower", [2, 5])
+def test_a_node_that_becomes_slow_is_left_within_tens_of_requests(slower: int) -> None:
+    bench = Bench({}, {})
+    for _ in range(100):
+        bench.serve(0, job(), first=0.2, whole=2.0)
+        bench.serve(1, job(), first=0.3, whole=3.0)
+    places = []
+    for _ in range(60):
+        asked = job()
+        place = int(bench.rank(asked)[0][1])
+        bench.serve(place, asked, first=(0.2 * slower, 0.3)[place], whole=(2.0 * slower, 3.0)[place])
+        places.append(place)
+
+    assert places.count(0) < 30
+    assert set(places[-20:]) == {1}
+
+
+def test_those_who_wait_keep_their_place_while_no_node_has_room() -> None:
+    bench = Bench({"max_concurrency": 1}, {"max_concurrency": 1})
+    running = [bench.send(place, job()) for place in (0, 1)]
+    waiting = job()
+
+    first = bench.rank(waiting)
+    seat = waiting.seat
+    bench.policy.look_again([waiting])
+    second = bench.rank(waiting)
+
+    assert (first, second) == ([], [])
+    assert waiting.seat is seat
+    assert seat is not None
+    assert list(seat.work.promised) == [waiting]
+    bench.end(1, running[1])
+    bench.policy.look_again([waiting])
+    assert "n1" in bench.rank(waiting)
+
+
+def test_one_who_waited_for_a_node_that_is_gone_waits_for_another() -> None:
+    bench = Bench({"max_concurrency": 1}, {"max_concurrency": 1}, {"max_concurrency": 1})
+    for place in (0, 1, 2):
+        bench.send(place, job())
+    waiting = job()
+    bench.rank(waiting)
+    assert waiting.seat is not None
+    gone = waiting.seat.work.node
+
+    bench.policy.look_again([waiting])
+    bench.nodes.remove(gone)
+    bench.rank(waiting)
+
+    assert waiting.seat.work.node is not gone
+
+
+def test_a_model_is_not_there_while_it_is_loaded_whatever_the_node_lists() -> None:
+    bench = Bench({}, loaded=())
+    bench.send(0, job())
+    bench.nodes[0].loaded = {"m": LoadedModel("m")}
+
+    terms = bench.policy.terms(bench.candidates(), job())
+
+    assert terms[0]["load_seconds"] > 1
+
+
+def test_a_node_that_left_learns_nothing_more() -> None:
+    bench = Bench({}, {})
+    progress = bench.send(0, job(SYSTEM))
+    demand = bench.policy.forecast.seat(bench.candidates()[0]).demand
+
+    bench.policy.dropped(bench.nodes[0])
+    progress.began()
+
+    assert not len(demand.prefixes)
+
+
 def test_durations_that_cannot_be_are_not_believed() -> None:
     bench = Bench({})
     progress = bench.send(0, job())

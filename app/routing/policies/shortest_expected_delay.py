@@ -23,11 +23,11 @@ _TIE = 0.03  # differences below this share say nothing: chance decides
 _WAIT_GAIN = 1.05  # how much better a place must be that is worth a wait
 _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
-_LOAD_PATIENCE = 1.5  # of the time that a load should take: then requests are sent to where it goes on
+_LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
-_EVICTION_PRICE = 1.0
+_EVICTION_PRICE = 30.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
-_UNSEEN_AFTER = 150  # choices; then a node is given one request that is not much better elsewhere
+_UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
 
 _SOMETHING = Request("", Operation.CHAT, "", b"", {})  # for whoever asks without saying what for
@@ -66,6 +66,9 @@ class ShortestExpectedDelay(Policy):
             demand.asked(now)
         if len(candidates) == 1:
             return self._only(candidates, job, now)
+        if job.seat is not None and self._nowhere(candidates, job.seat, now - job.since):
+            self._promise(job, job.seat, job.wait_for)
+            return []
         tokens, output, ratio = forecast.needs(demand, job)
         held = demand.prefixes.look_up(job.chain, job.sizes)
         uniform = self._uniform
@@ -102,7 +105,7 @@ class ShortestExpectedDelay(Policy):
             if seat.cold:
                 cold = True
             elif newest - candidate.node.picked > _UNSEEN_AFTER:
-                score *= _UNSEEN_BONUS
+                score *= _UNSEEN_BONUS ** ((newest - candidate.node.picked) // _UNSEEN_AFTER)
             scores.append((score, service, seat, candidate))
         if cold:
             elsewhere = any(not each[2].cold for each in scores)
@@ -117,6 +120,16 @@ class ShortestExpectedDelay(Policy):
                 self._regret(scores, job, now)
         scores.sort(key=_score)
         return self._worth_now(scores, job, now)
+
+    def _nowhere(self, candidates: list[Candidate], waits_for: Seat, waited: float) -> bool:
+        """Whether no place is free, and the one that is waited for is still one of them: then nothing has changed."""
+        there = False
+        for candidate in candidates:
+            seat = self.forecast.seat(candidate)
+            if seat.work.has_room(seat, waited):
+                return False
+            there = there or seat is waits_for
+        return there
 
     def _only(self, candidates: list[Candidate], job: Job, now: float) -> list[Candidate]:
         seat = self.forecast.seat(candidates[0])
@@ -147,9 +160,7 @@ class ShortestExpectedDelay(Policy):
         if seat.cold:
             if any(other.loading is not None for other in seat.work.seats.values()):
                 return False
-            # An engine would wait for those who are at work with the model that has to go, and everybody with it.
-            busy = seat.toll > 0 and seat.work.bookings
-            return not busy or now - job.since > seat.load_wait
+            return not seat.work.must_be_idle(seat) or now - job.since > seat.load_wait
         if seat.warm:
             return not seat.load_wait
         return loading is None or now - loading.since > _LOAD_PATIENCE * loading.expected
@@ -162,22 +173,19 @@ class ShortestExpectedDelay(Policy):
 
     def renew(self, job: Job) -> None:
         if job.seat is not None:
-            job.seat.work.promised[job] = job.wait_for
-            job.seat.work.version += 1
+            job.seat.work.promise(job, job.wait_for)
 
     # -- those who wait
 
     def look_again(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             if job.seat is not None:
-                job.seat.work.promised.pop(job, None)
-                job.seat.work.version += 1
+                job.seat.work.withdraw(job)
 
     def left(self, job: Job) -> None:
         seat, job.seat = job.seat, None
         if seat is not None:
-            seat.work.promised.pop(job, None)
-            seat.work.version += 1
+            seat.work.withdraw(job)
 
     def placed(self, candidate: Candidate, job: Job) -> Progress | None:
         self.left(job)
@@ -195,9 +203,7 @@ class ShortestExpectedDelay(Policy):
         """
         ahead = max(each[2].share for each in scores)
         _, best_cold = min(
-            (each[1] * ahead + LOAD_PRICE * each[2].load_s + _EVICTION_PRICE * each[2].toll, place)
-            for place, each in enumerate(scores)
-            if each[2].cold
+            (each[1] * ahead + _price(each[2]), place) for place, each in enumerate(scores) if each[2].cold
         )
         _, service_there, seat, candidate = scores[best_cold]
         there = [each for each in scores if not each[2].cold]
@@ -209,8 +215,7 @@ class ShortestExpectedDelay(Policy):
         demand.regret_at = now
         loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
         demand.regret += loss
-        price = LOAD_PRICE * seat.load_s + _EVICTION_PRICE * seat.toll
-        if demand.regret > price:
+        if demand.regret > _price(seat):
             demand.regret = 0.0
             seat.work.wanted = (candidate, job, now + _WANTED_LOADS * seat.load_s)
             self._load_wanted(seat.work)
@@ -223,7 +228,7 @@ class ShortestExpectedDelay(Policy):
         seat, now = self.forecast.seat(candidate), self.forecast.clock()
         if seat.warm or seat.loading is not None or now > until:
             work.wanted = None
-        elif not (work.bookings and work.chance_of_eviction(seat.takes)) and self._free(seat, job, now):
+        elif not work.must_be_idle(seat) and self._free(seat, job, now):
             work.wanted = None
             self.start_load(candidate, job)
 
@@ -242,11 +247,14 @@ class ShortestExpectedDelay(Policy):
 
     def explain(self, candidates: list[Candidate], job: Job) -> list[Prediction]:
         """Every term for every candidate, in their order."""
-        plain = [self.forecast.prediction(self.forecast.seat(candidate), job) for candidate in candidates]
         seats = [self.forecast.seat(candidate) for candidate in candidates]
-        best = min((each.prefill + each.decode for each in plain), default=0.0)
+        plain = [self.forecast.prediction(seat, job) for seat in seats]
+        best = min((each.service for each in plain), default=0.0)
         elsewhere = any(not seat.cold for seat in seats)
-        return [self.forecast.prediction(seat, job, best, elsewhere) for seat in seats]
+        return [
+            each._replace(investment=investment(seat, each.service - best, elsewhere)) if seat.cold else each
+            for seat, each in zip(seats, plain, strict=True)
+        ]
 
 
 class _Rehearsal(Policy):
@@ -273,9 +281,10 @@ def _terms(prediction: Prediction) -> Terms:
     return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
 
 
+def _price(seat: Seat) -> float:
+    """Seconds that a load for its own sake costs; the surer that it drives another model out, the more."""
+    return LOAD_PRICE * seat.load_s + _EVICTION_PRICE * seat.chance * seat.toll
+
+
 def _score(each: tuple[float, float, Seat, Candidate]) -> float:
     return each[0]
-
-
-def _service(each: tuple[float, float, Seat, Candidate]) -> float:
-    return each[1]
