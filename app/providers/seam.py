@@ -226,7 +226,8 @@ class Joint:
         if same == len(start) and _telling(start):
             return same
         piece = core[:same].rstrip()
-        if len(core) > same and len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
+        # Also where it ended before the place at which the client is: the limit was what was left of the client's.
+        if len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
             raise not_continued("it began the answer anew instead of going on with it")
         return max((len(end) for end in self._ends(core) if core.startswith(end) and _telling(end)), default=0)
 
