@@ -191,6 +191,7 @@ class Parts:
             estimator=self.estimator,
             on_trouble=self.log.warning,
             on_figures=self.metrics.counts.booked,
+            on_saved=self.metrics.counts.saved,
         )
         if self.treasury is not None:
             self.metrics.add_source(self.treasury.funds())

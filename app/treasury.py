@@ -4,7 +4,7 @@ there is a ledger, as SQLAlchemy takes a while."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -56,6 +56,7 @@ class Treasury:
         estimator: TokenEstimator,
         on_trouble: Callable[..., None],
         on_figures: OnFigures,
+        on_saved: Callable[[Iterable[tuple[str, int]]], None],
     ) -> None:
         self._cloud = settings.cloud_specs()
         self._routes = routes
@@ -66,7 +67,9 @@ class Treasury:
         self._warn_at = settings.budget_warn_at
         self._store = Store(url)
         self._prices = PriceBook(settings.cloud_prices)
-        self._writer = Writer(self._store, on_trouble)
+        self._writer = Writer(
+            self._store, on_trouble, on_written=lambda rows: on_saved((row.node, row.saved) for row in rows)
+        )
         self._meter = self._make_meter(settings, link)
         self._stack = AsyncExitStack()
         self._equivalents: dict[str, tuple[NodeSpec, str] | None] = {}

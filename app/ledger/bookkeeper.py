@@ -17,8 +17,7 @@ from app.routing.trail import Trail
 
 _NONE = Usage(0, 0)
 
-# trail, usage, whether it is a guess, cost and saved (micro-dollars)
-OnFigures = Callable[[Trail, Usage, bool, int, int], None]
+OnFigures = Callable[[Trail, Usage, bool, int], None]  # trail, usage, whether it is a guess, cost (micro-dollars)
 
 
 class RequestLog(Protocol):
@@ -44,7 +43,7 @@ class Bookkeeper:
         *,
         instance: str,
         in_the_cloud: Callable[[str], tuple[NodeSpec, str] | None],
-        on_figures: OnFigures = lambda trail, usage, estimated, cost, saved: None,
+        on_figures: OnFigures = lambda trail, usage, estimated, cost: None,
     ) -> None:
         """`in_the_cloud` says who would serve a model there, and as what. `on_figures` hears of what is not zero."""
         self._log = log
@@ -62,13 +61,13 @@ class Bookkeeper:
         usage, estimated = self._usage(request, trail)
         local = trail.tier == LOCAL_TIER and bool(trail.node)
         cost = trail.cost + (self._local_cost(trail, usage) if local else 0)
-        saved = self._saved(request.model, usage) if local and ended.outcome is Outcome.OK else 0
-        if cost or saved or estimated:
-            self._on_figures(trail, usage, estimated, cost, saved)
+        if cost or estimated:
+            self._on_figures(trail, usage, estimated, cost)
         _, request_id, operation, _, outcome, error, seconds = ended
         end = (time.time(), seconds, operation, outcome, "" if error is None else _code(ended))
+        instead = request.model if local and outcome is Outcome.OK else None
         # Made when it is written, with many others: here, between other things, it would take twice as long.
-        self._log.add(partial(self._row, trail, request_id, request.caller.id, end, usage, estimated, cost, saved))
+        self._log.add(partial(self._row, trail, request_id, request.caller.id, end, usage, estimated, cost, instead))
 
     def _row(
         self,
@@ -79,8 +78,9 @@ class Bookkeeper:
         usage: Usage,
         estimated: bool,
         cost: int,
-        saved: int,
+        instead: str | None,
     ) -> RequestRow:
+        """`instead` is the model that the cloud would have been asked for."""
         now, seconds, operation, outcome, code = end
         first_content = trail.first_content
         values = (
@@ -103,7 +103,7 @@ class Bookkeeper:
             usage.cached_tokens,
             estimated,
             cost,
-            saved,
+            0 if instead is None else self._saved(instead, usage),
             round(trail.queued_seconds * 1000),
             None if first_content is None else round((first_content - trail.started) * 1000),
             round(seconds * 1000),

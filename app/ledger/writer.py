@@ -45,7 +45,7 @@ class Writer:
 
     Rows of requests are kept up to `limit`, and dropped beyond; what concerns money is never dropped. `on_trouble`
     gets a message and fields: once when the database goes out of reach and once when it is back, when it refuses a
-    row, and at most once a minute that rows were dropped.
+    row, and at most once a minute that rows were dropped. `on_written` gets the rows of requests once they are written.
     """
 
     def __init__(
@@ -53,12 +53,14 @@ class Writer:
         ledger: Ledger,
         on_trouble: Callable[..., None],
         *,
+        on_written: Callable[[Sequence[RequestRow]], None] = lambda rows: None,
         limit: int = 20_000,
         close_seconds: float = 5.0,
     ) -> None:
         self.dropped = 0  # rows of requests that were never written
         self._ledger = ledger
         self._on_trouble = on_trouble
+        self._on_written = on_written
         self._limit = limit
         self._close_seconds = close_seconds
         self._requests: deque[MakeRow] = deque()
@@ -181,6 +183,7 @@ class Writer:
                 self._money.popleft()
             for _ in rows:
                 self._requests.popleft()
+            self._on_written(rows)
 
     async def _write(self, entries: Sequence[_Opening | Settlement | RequestRow]) -> None:
         """Writes them in one transaction, or, where the database refuses some, all but those."""

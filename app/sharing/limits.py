@@ -32,6 +32,7 @@ _REQUESTS, _TOKENS = (
     b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n" % ((of,) * 3)
     for of in (b"requests", b"tokens")
 )
+_BOTH = _REQUESTS + _TOKENS
 
 
 class Verdict(NamedTuple):
@@ -59,8 +60,11 @@ class Verdict(NamedTuple):
     def header_lines(self) -> bytes:
         """The `x-ratelimit-*` headers, in OpenAI's form, each with its line break."""
         _, _, _, requests, requests_seconds, tokens, tokens_seconds = self
-        lines = b"" if requests is None else _lines(_REQUESTS, requests, requests_seconds)
-        return lines if tokens is None else lines + _lines(_TOKENS, tokens, tokens_seconds)
+        if requests is None:
+            return b"" if tokens is None else _TOKENS % _figures(tokens, tokens_seconds)
+        if tokens is None:
+            return _REQUESTS % _figures(requests, requests_seconds)
+        return _BOTH % (_figures(requests, requests_seconds) + _figures(tokens, tokens_seconds))
 
 
 FREE = Verdict(True)
@@ -202,10 +206,11 @@ def _remaining(limit: int | None, level_seconds: float) -> int:
     return left if left > 0 else 0
 
 
-def _lines(form: bytes, limit: int, reset: float) -> bytes:
+def _figures(limit: int, reset: float) -> tuple[int, int, bytes]:
+    """The limit, what remains of it, and when nothing counts any more."""
     ms = math.ceil(reset * 1000 - 1e-6)
     when = b"%dms" % ms if 0 < ms < 1000 else duration(reset).encode()
-    return form % (limit, _remaining(limit, reset), when)
+    return limit, _remaining(limit, reset), when
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from app.domain import MICRO_DOLLARS, AttemptRecord, Usage, tier_name
 from app.errors import RateLimited
 from app.routing.ended import Ended
@@ -108,16 +110,20 @@ class Counts:
         """Counts one cache that a prefill node cannot be told to free."""
         self._leaks.add((node.name,))
 
-    def booked(self, trail: Trail, usage: Usage, estimated: bool, cost: int, saved: int) -> None:
+    def booked(self, trail: Trail, usage: Usage, estimated: bool, cost: int) -> None:
         """Counts what only the ledger knows of a request. Money is in micro-dollars."""
         tier = tier_name(trail.tier)
         if cost:
             self._spent.add((trail.node, tier), cost)
-        if saved:
-            self._saved.add((trail.node,), saved)
         if estimated:
             self._guessed.add((trail.node, tier, "prompt"), usage.prompt_tokens)
             self._guessed.add((trail.node, tier, "completion"), usage.completion_tokens)
+
+    def saved(self, amounts: Iterable[tuple[str, int]]) -> None:
+        """Counts what nodes have saved, in micro-dollars."""
+        for node, amount in amounts:
+            if amount:
+                self._saved.add((node,), amount)
 
     def __call__(self, ended: Ended) -> None:
         """Counts one request that is over."""
