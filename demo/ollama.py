@@ -119,6 +119,7 @@ class Ollama:
     ) -> None:
         self.script = script or Script()
         self.load_seconds = load_seconds
+        self.goes_on = True  # with a last message of the assistant; some models' templates close it instead
         self.models: dict[str, Model] = {}
         self.loaded: dict[str, Loaded] = {}
         self.loads: list[tuple[str, int]] = []
@@ -220,7 +221,7 @@ class Ollama:
         words = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
         prompt = sum(count_tokens(message["content"]) for message in messages)
         last = messages[-1]
-        start = last["content"] if last["role"] == "assistant" else ""  # such a message is gone on with
+        start = last["content"] if last["role"] == "assistant" and self.goes_on else ""
         return self._render(body, edit(self._reply(body, words, prompt, start)), _chat_payload)
 
     async def _generate(self, body: Mapping[str, Any], edit: Edit) -> Answer:

@@ -6,6 +6,8 @@ The client is to see one stream: one id, no text twice, and the tokens of all pa
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -19,6 +21,8 @@ from app.providers.written import Fields, Written, thoughts
 _TAIL: Final = 256  # characters at the end of the text, of which a node might repeat some
 _REPEATED_LEAST: Final = 16  # characters; less may well be meant
 _ANEW_LEAST: Final = 32
+_ALL_LEAST: Final = 16  # characters, where a node said nothing else
+_ALL_LEAST_CUT: Final = 4  # and was stopped by its limit
 _DISTINCT_LEAST: Final = 8  # different ones among these: rules, tables and counting repeat themselves
 _EVENTS: Final = re.compile(rb".*?(?:\n\r?\n|$)", re.DOTALL)
 _DONE: Final = b"data: [DONE]\n\n"
@@ -27,6 +31,13 @@ _DONE: Final = b"data: [DONE]\n\n"
 def not_continued(why: str) -> NodeFailure:
     """For a node that does not go on with what another one began, which is no breakage."""
     return NodeFailure(Failure.NOT_CONTINUED, why, counts=False)
+
+
+class BeganAnew(NodeFailure):
+    """The node said the same again instead of going on. Asked for the whole answer, it may say all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(Failure.NOT_CONTINUED, "it began the answer anew instead of going on with it", counts=False)
 
 
 def length_reached(operation: Operation, written: Written, usage: Usage | None) -> bytes:
@@ -45,16 +56,19 @@ def total(written: int, usage: Usage) -> Usage:
 
 
 class Seam:
-    """The rest of an answer, as the client is to see it. `usage` is this part's own."""
+    """The rest of an answer, as the client is to see it. `usage` is this part's own.
+
+    With `whole` the node was asked for the whole answer again.
+    """
 
     content_type = b"text/event-stream"
 
     __slots__ = (
-        *("_answer", "_chat", "_head", "_joint", "_unread", "_written"),
+        *("_answer", "_chat", "_head", "_joint", "_pieces", "_total", "_unread", "_written"),
         *("begun", "dropped", "ended", "finish_reason", "timings", "usage"),
     )
 
-    def __init__(self, answer: Answer, operation: Operation, written: Written) -> None:
+    def __init__(self, answer: Answer, operation: Operation, written: Written, *, whole: bool = False) -> None:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
@@ -65,7 +79,9 @@ class Seam:
         self._chat = operation is Operation.CHAT
         self._head = written.head
         self._written = written.tokens
-        self._joint = Joint(written.text, written.start)
+        self._total: Callable[[Usage], Usage] = (lambda usage: usage) if whole else partial(total, written.tokens)
+        self._joint: Joint | Repetition = Repetition(written.text) if whole else Joint(written.text, written.start)
+        self._pieces = 0  # of text that are new
         self._unread = 0
 
     def feed(self, data: bytes) -> bytes:
@@ -122,17 +138,25 @@ class Seam:
         held = ""
         if isinstance(text, str) and text:
             holder[key] = self._joint.add(text)
+            self._pieces += bool(holder[key])
         if choice.get("finish_reason") or holder.get("tool_calls") or holder.get("function_call"):
-            held = self._joint.end()
+            held = self._joint.end(cut=choice.get("finish_reason") == "length")
+            self._check_count()
         self.begun = self.begun or self._joint.done
         if not held:
             return b""
         piece = {"delta": {"content": held}} if self._chat else {"text": held}
         return _event({**document, **self._head, "choices": [{"index": 0, **piece, "finish_reason": None}]})
 
+    def _check_count(self) -> None:
+        """A node that wrote the whole text again, rather than show what it was told, used up its limit with that."""
+        usage = self._answer.usage
+        if self._joint.repeated and usage and usage.completion_tokens > self._pieces + self._written // 2:
+            raise BeganAnew
+
     def _sum(self, counts: Fields) -> Usage:
         given = (counts.get("prompt_tokens"), counts.get("completion_tokens"))
-        return total(self._written, Usage(*(each if type(each) is int else 0 for each in given)))
+        return self._total(Usage(*(each if type(each) is int else 0 for each in given)))
 
 
 def _says(choice: Fields) -> bool:
@@ -164,10 +188,11 @@ class Joint:
     a node repeats it. One that begins anew is a `NodeFailure`.
     """
 
-    __slots__ = ("_compared", "_held", "_start", "_tail", "_untold", "done")
+    __slots__ = ("_compared", "_held", "_start", "_tail", "_untold", "done", "repeated")
 
     def __init__(self, text: str, start: str) -> None:
         self.done = False
+        self.repeated = False  # the whole text was
         self._compared = False
         self._held = ""
         self._start = start.lstrip()
@@ -184,10 +209,16 @@ class Joint:
         self._compare()
         return self.end() if self._held.strip() else ""
 
-    def end(self) -> str:
-        """What is held, as nothing comes that it could be compared with. Raises `NodeFailure`."""
+    def end(self, *, cut: bool = False) -> str:
+        """What is held, as nothing comes that it could be compared with. Raises `NodeFailure`.
+
+        `cut`: the node would have said more.
+        """
         if self.done:
             return ""
+        core, least = self._held.strip(), _ALL_LEAST_CUT if cut else _ALL_LEAST
+        if not self._compared and least <= len(core) < len(self._start) and self._start.startswith(core):
+            raise BeganAnew  # its limit was what is left of the client's, so that it came no further
         self._compare()
         self.done = True
         return self._spaced(self._held)
@@ -224,11 +255,11 @@ class Joint:
         start = self._start
         same = _alike(core, start)
         if same == len(start) and _telling(start):
+            self.repeated = True
             return same
         piece = core[:same].rstrip()
-        # Also where it ended before the place at which the client is: the limit was what was left of the client's.
-        if len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
-            raise not_continued("it began the answer anew instead of going on with it")
+        if len(core) > same and len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
+            raise BeganAnew
         return max((len(end) for end in self._ends(core) if core.startswith(end) and _telling(end)), default=0)
 
     def _spaced(self, text: str) -> str:
@@ -240,6 +271,38 @@ class Joint:
             spaces = left[: len(left) - len(left.lstrip())]
             return left if "\n" in spaces else left[len(spaces) :]
         return left
+
+
+class Repetition:
+    """What a node says that was asked for the whole answer, less the `text` that the client has of it."""
+
+    __slots__ = ("_held", "_text", "done")
+
+    repeated = False
+
+    def __init__(self, text: str) -> None:
+        self.done = False
+        self._held = ""
+        self._text = text
+
+    def add(self, text: str) -> str:
+        """What is new. Raises `NodeFailure` where it says something else."""
+        if self.done:
+            return text
+        self._held += text
+        if len(self._held) <= len(self._text) and self._text.startswith(self._held):
+            return ""
+        if not self._held.startswith(self._text):
+            raise not_continued("it gave another answer")
+        self.done = True
+        return self._held[len(self._text) :]
+
+    def end(self, *, cut: bool = False) -> str:
+        """Raises `NodeFailure` where the answer is shorter than what the client has."""
+        if not self.done and self._held != self._text:
+            raise not_continued("it gave another answer")
+        self.done = True
+        return ""
 
 
 def _alike(one: str, other: str) -> int:

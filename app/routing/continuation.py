@@ -15,7 +15,7 @@ from app.domain import Failure, Operation, Request, Usage
 from app.errors import HearthError, NodeFailure
 from app.providers import prefix
 from app.providers.base import Answer
-from app.providers.seam import Seam, length_reached, not_continued, total
+from app.providers.seam import BeganAnew, Seam, length_reached, not_continued, total
 from app.providers.written import Sent, Written
 from app.routing import trail
 from app.routing.attempt import Attempt
@@ -48,33 +48,38 @@ class Turn(StrEnum):
 
 
 class Rest:
-    """The rest of one answer, which some node is to write."""
+    """The rest of one answer, which some node is to write; with `whole` by writing all of it again."""
 
-    __slots__ = ("_merges", "_operation", "_request", "written")
+    __slots__ = ("_merges", "_operation", "_request", "whole", "written")
 
     def __init__(self, request: Request, written: Written, merges: bool) -> None:
         self._request = request  # the client's
         self._operation = request.operation
         self._merges = merges
+        self.whole = False
         self.written = written
 
     def request(self) -> Request:
         """What is asked for, in the words that all kinds share."""
+        if self.whole:
+            return self._request
         return prefix.going_on(self._request, self.written, merges=self._merges)
 
     def request_for(self, node: Node) -> Request:
         """What this very node is asked. Raises `NodeFailure` when it does not know how to go on."""
+        if self.whole:
+            return self._request
         if not prefix.goes_on(node.known_kind, node.spec, self._operation):
             raise not_continued("it does not know how to go on with another node's answer")
         how = prefix.prefix_of(node.known_kind, node.spec)
         return prefix.going_on(self._request, self.written, merges=self._merges, prefix=how)
 
     def answer(self, answer: Answer) -> Answer:
-        return Seam(answer, self._operation, self.written)
+        return Seam(answer, self._operation, self.written, whole=self.whole)
 
     def total(self, usage: Usage) -> Usage:
         """What all parts took, from what the last one did."""
-        return total(self.written.tokens, usage)
+        return usage if self.whole else total(self.written.tokens, usage)
 
 
 class Continuation:
@@ -101,6 +106,8 @@ class Continuation:
         """
         if failure.failure is Failure.DEADLINE:
             raise failure
+        if isinstance(failure, BeganAnew):
+            usage = None  # it counts what the client has twice
         rest = await self._rest(plan, client, attempt, sent, usage)
         if rest is None:
             plan.trail.turns.append(Turn.UNFIT)
@@ -111,7 +118,11 @@ class Continuation:
         plan.go_on(rest, attempt.candidate, failure, self._unable(client.operation))
         if self._where is not Where.ALL:
             plan.cloud_refusal = plan.cloud_refusal or KEPT_LOCAL
-        return await self._elsewhere(plan, failure)
+        reply = await self._elsewhere(plan) or await self._anew(plan, rest)
+        plan.trail.turns.append(Turn.NOBODY if reply is None else Turn.CONTINUED)
+        if reply is None:
+            raise failure  # the client hears why the node failed that it listened to; the attempts say the rest
+        return reply
 
     async def _rest(
         self, plan: Plan, client: Request, attempt: Attempt, sent: Sent, usage: Usage | None
@@ -135,17 +146,24 @@ class Continuation:
         nodes = (*self._registry.local(), *self._registry.cloud())
         return [each for each in nodes if each.kind is None or not prefix.goes_on(each.kind, each.spec, operation)]
 
-    async def _elsewhere(self, plan: Plan, failure: NodeFailure) -> Reply:
+    async def _elsewhere(self, plan: Plan) -> Reply | None:
+        """None when nobody goes on."""
         try:
             async for attempt in self._retry.attempts(plan, made=plan.trail.tried):
                 with attempt:
-                    reply = await self._attempt(plan)
-                    plan.trail.turns.append(Turn.CONTINUED)
-                    return reply
+                    return await self._attempt(plan)
         except (NodeFailure, HearthError):
-            pass  # the client hears why the node failed that it listened to; the attempts say the rest
-        plan.trail.turns.append(Turn.NOBODY)
-        raise failure
+            pass
+        return None
+
+    async def _anew(self, plan: Plan, rest: Rest) -> Reply | None:
+        """Asks those for the whole answer who said the same again instead of going on."""
+        willing = [candidate for candidate, why in plan.failures if isinstance(why, BeganAnew)]
+        if not willing:
+            return None
+        rest.whole = True
+        plan.start_over(willing)
+        return await self._elsewhere(plan)
 
 
 async def _read(sent: Sent, operation: Operation) -> Written:

@@ -302,6 +302,37 @@ async def test_a_node_that_refuses_or_begins_anew_is_passed_over() -> None:
         assert (states["n0"], states["n1"], states["n2"]) == ("open", "closed", "closed")
 
 
+@pytest.mark.parametrize("after", [4, 8, 12, 17])
+async def test_a_node_that_only_ever_begins_anew_is_asked_for_the_whole_answer(after: int) -> None:
+    first, anew = pair("ollama", "ollama")
+    async with first, anew, gateway(**in_order(first, anew)) as hearth:
+        first.behave(Behaviour.RESET_MIDWAY, after=after)
+        anew.engine.goes_on = False
+
+        answer = await tell(hearth, max_tokens=TOKENS, **USAGE)
+
+        assert answer.whole
+        assert answer.text == STORY
+        assert answer.usage is not None
+        assert answer.usage["completion_tokens"] == TOKENS
+        assert json.loads(anew.inferences[-1].body)["options"]["num_predict"] == TOKENS
+        assert await metric(hearth, "nobody") == await hearth.in_flight() == 0
+
+
+async def test_a_node_that_begins_another_answer_is_not_believed() -> None:
+    first, anew = pair("ollama", "ollama")
+    async with first, anew, gateway(**in_order(first, anew)) as hearth:
+        first.behave(Behaviour.RESET_MIDWAY, after=17)
+        anew.engine.goes_on = False
+        anew.script.text = STORY[:60] + " and so it went on and on, and nobody knew why or wanted to"
+
+        answer = await tell(hearth, max_tokens=TOKENS)
+
+        assert not answer.whole
+        assert STORY.startswith(answer.text)
+        assert await metric(hearth, "nobody") == 1
+
+
 async def test_a_limit_that_is_used_up_ends_the_stream_with_length() -> None:
     first, second = pair()
     async with first, second, gateway(**in_order(first, second)) as hearth:

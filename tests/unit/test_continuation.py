@@ -16,7 +16,7 @@ from app.domain import Failure, NodeSpec, Operation, Usage
 from app.errors import NodeFailure
 from app.providers import KINDS, prefix
 from app.providers.base import Answer, Call
-from app.providers.seam import Joint, Seam, length_reached, total
+from app.providers.seam import Joint, Repetition, Seam, length_reached, total
 from app.providers.written import KEPT_BYTES_MAX, Sent, Written
 from tests.unit.openai_events import DONE, ROLE, call, chunk, event, text, usage_chunk
 
@@ -419,6 +419,24 @@ def test_an_answer_that_begins_anew_is_none_to_go_on_with() -> None:
 
     assert failed.value.failure is Failure.NOT_CONTINUED
     assert not failed.value.counts
+
+
+@given(st.data(), st.sampled_from([STORY, STORY + " More.", STORY + "\n"]))
+def test_of_a_whole_answer_only_what_is_new_is_said(data: st.DataObject, whole: str) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    joint = Repetition(STORY)
+
+    out = "".join(joint.add(whole[begin:end]) for begin, end in pairwise([0, *cuts, len(whole)])) + joint.end()
+
+    assert STORY + out == whole
+
+
+@pytest.mark.parametrize("whole", [STORY[:-1], "Another story", STORY[:40] + "!" + STORY[40:], ""])
+def test_a_whole_answer_that_is_another_is_not_believed(whole: str) -> None:
+    joint = Repetition(STORY)
+
+    with pytest.raises(NodeFailure, match="another answer"):
+        assert joint.add(whole) + joint.end() == "never"
 
 
 # -- where streams meet
