@@ -66,12 +66,12 @@ async def test_when_to_come_back_is_when_those_ahead_have_had_their_turn() -> No
         settings = {"local_nodes": node_settings(node, **ONE_PLACE), "queue_size": 20}
         async with gateway(**settings) as hearth:
             asking = [asyncio.create_task(hearth.chat()) for _ in range(20)]
-            await node.until(lambda n: n.served >= 6)
+            await node.until(lambda n: n.served >= 6, 10)
             began = time.monotonic()
             served = node.served
             asking += [asyncio.create_task(hearth.chat()) for _ in range(12)]
             refused = await _first_refused(asking)
-            await node.until(lambda n: n.served >= served + 8)
+            await node.until(lambda n: n.served >= served + 8, 10)
             seconds = (time.monotonic() - began) / 8 * 20  # for as many as there were ahead of it
 
             assert int(refused.headers["retry-after"]) == pytest.approx(seconds, rel=0.5)
@@ -108,7 +108,7 @@ async def test_one_whose_turn_would_come_too_late_goes_to_the_cloud_or_is_told_a
         async with gateway(**settings, cloud_providers=json.dumps(clouds)) as hearth:
             private = {"x-hearth-local-only": "true"}
             crowd = [asyncio.create_task(hearth.chat(headers=private)) for _ in range(40)]
-            await node.until(lambda n: n.served >= 6)
+            await node.until(lambda n: n.served >= 6, 10)
             began = time.monotonic()
 
             helped, refused = await asyncio.gather(hearth.chat(), hearth.chat(headers=private))

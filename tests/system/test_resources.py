@@ -50,7 +50,8 @@ async def test_memory_and_sockets_do_not_grow_with_traffic(tmp_path: Path) -> No
         assert hearth.memory_mib() - memory < 2
         assert hearth.sockets() - sockets < 8
         await until(lambda: _idle(hearth), "all is settled")
-        assert min(len(node.inferences) for node in (translated, passed_through)) > 600
+        # Each had many; how many of them, the policy says.
+        assert min(len(node.inferences) for node in (translated, passed_through)) > 200
 
 
 async def _idle(hearth: Measured) -> bool:
