@@ -23,6 +23,7 @@ _REPEATED_LEAST: Final = 16  # characters; less may well be meant
 _ANEW_LEAST: Final = 32
 _ALL_LEAST: Final = 16  # characters, where a node said nothing else
 _ALL_LEAST_CUT: Final = 4  # and was stopped by its limit
+_DISTINCT_SHORT: Final = 4  # different ones in a whole text that is shorter
 _DISTINCT_LEAST: Final = 8  # different ones among these: rules, tables and counting repeat themselves
 _EVENTS: Final = re.compile(rb".*?(?:\n\r?\n|$)", re.DOTALL)
 _DONE: Final = b"data: [DONE]\n\n"
@@ -188,7 +189,7 @@ class Joint:
     a node repeats it. One that begins anew is a `NodeFailure`.
     """
 
-    __slots__ = ("_compared", "_held", "_start", "_tail", "_untold", "done", "repeated")
+    __slots__ = ("_compared", "_held", "_start", "_tail", "_tells", "_untold", "done", "repeated")
 
     def __init__(self, text: str, start: str) -> None:
         self.done = False
@@ -197,6 +198,7 @@ class Joint:
         self._held = ""
         self._start = start.lstrip()
         self._tail = start[-_TAIL:]
+        self._tells = len(self._start) >= _REPEATED_LEAST or len(set(self._start)) >= _DISTINCT_SHORT
         self._untold = text[len(start) :]
 
     def add(self, text: str) -> str:
@@ -234,7 +236,7 @@ class Joint:
         """Whether it may still turn out to repeat something."""
         if not core:
             return True
-        if len(self._start) >= _REPEATED_LEAST and len(core) < len(self._start) and self._start.startswith(core):
+        if self._tells and len(core) < len(self._start) and self._start.startswith(core):
             return True
         return any(len(end) > len(core) and end.startswith(core) for end in self._ends(core))
 
@@ -257,6 +259,8 @@ class Joint:
         if same == len(start) and _telling(start):
             self.repeated = True
             return same
+        if same == len(start) and self._tells and len(start) < _REPEATED_LEAST:
+            raise BeganAnew  # so few words may be meant: asked for the whole answer, it shows whether they were
         piece = core[:same].rstrip()
         if len(core) > same and len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
             raise BeganAnew

@@ -302,7 +302,7 @@ async def test_a_node_that_refuses_or_begins_anew_is_passed_over() -> None:
         assert (states["n0"], states["n1"], states["n2"]) == ("open", "closed", "closed")
 
 
-@pytest.mark.parametrize("after", [4, 8, 12, 17])
+@pytest.mark.parametrize("after", [2, 3, 4, 8, 12, 17])
 async def test_a_node_that_only_ever_begins_anew_is_asked_for_the_whole_answer(after: int) -> None:
     first, anew = pair("ollama", "ollama")
     async with first, anew, gateway(**in_order(first, anew)) as hearth:
