@@ -6,8 +6,6 @@ The client is to see one stream: one id, no text twice, and the tokens of all pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -65,7 +63,7 @@ class Seam:
     content_type = b"text/event-stream"
 
     __slots__ = (
-        *("_answer", "_chat", "_head", "_joint", "_pieces", "_total", "_unread", "_written"),
+        *("_answer", "_before", "_chat", "_head", "_joint", "_pieces", "_unread"),
         *("begun", "dropped", "ended", "finish_reason", "timings", "usage"),
     )
 
@@ -79,8 +77,7 @@ class Seam:
         self._answer = answer
         self._chat = operation is Operation.CHAT
         self._head = written.head
-        self._written = written.tokens
-        self._total: Callable[[Usage], Usage] = (lambda usage: usage) if whole else partial(total, written.tokens)
+        self._before = 0 if whole else written.tokens  # that are no part of what the node counts
         self._joint: Joint | Repetition = Repetition(written.text) if whole else Joint(written.text, written.start)
         self._pieces = 0  # of text that are new
         self._unread = 0
@@ -152,12 +149,12 @@ class Seam:
     def _check_count(self) -> None:
         """A node that wrote the whole text again, rather than show what it was told, used up its limit with that."""
         usage = self._answer.usage
-        if self._joint.repeated and usage and usage.completion_tokens > self._pieces + self._written // 2:
+        if self._joint.repeated and usage and usage.completion_tokens > self._pieces + self._before // 2:
             raise BeganAnew
 
     def _sum(self, counts: Fields) -> Usage:
         given = (counts.get("prompt_tokens"), counts.get("completion_tokens"))
-        return self._total(Usage(*(each if type(each) is int else 0 for each in given)))
+        return total(self._before, Usage(*(each if type(each) is int else 0 for each in given)))
 
 
 def _says(choice: Fields) -> bool:

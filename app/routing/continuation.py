@@ -79,7 +79,7 @@ class Rest:
 
     def total(self, usage: Usage) -> Usage:
         """What all parts took, from what the last one did."""
-        return usage if self.whole else total(self.written.tokens, usage)
+        return total(0 if self.whole else self.written.tokens, usage)
 
 
 class Continuation:
