@@ -5,7 +5,7 @@ SQLAlchemy is slow to import: whoever may do without a ledger imports this modul
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Self
@@ -19,7 +19,7 @@ from app.errors import LedgerRefused, LedgerUnavailable
 from app.ledger.database import database, in_a_line
 from app.ledger.inspection import lost_sums
 from app.ledger.migrations import HEAD, NewerTables, revision_of, upgrade
-from app.ledger.rows import Batch, RequestRow, Settlement, SpendRow
+from app.ledger.rows import Batch
 from app.ledger.statements import Statements
 from app.ledger.tables import spend
 from app.sharing.meter import GATEWAY, Spent
@@ -86,20 +86,11 @@ class Store:
         async with self._mapped(), self._opened(self._writing).begin() as connection:
             yield connection
 
-    async def insert_requests(self, rows: Sequence[RequestRow]) -> None:
-        """Rows that are there already stay as they are."""
-        await self.write(Batch(requests=rows))
-
-    async def open_spend(self, rows: Sequence[SpendRow]) -> None:
-        """When it returns, the rows survive this process. Rows that are there already stay as they are."""
-        await self.write(Batch(opened=rows))
-
-    async def settle_spend(self, rows: Sequence[Settlement]) -> None:
-        """The first settlement of a row counts. A row that was given up as lost takes it, too: it knows better."""
-        await self.write(Batch(settled=rows))
-
     async def write(self, batch: Batch) -> None:
-        """All of it or nothing. To write a batch again changes nothing."""
+        """All of it or nothing; when it returns, the rows survive this process. To write a batch again changes nothing.
+
+        The first settlement of a spend counts. One that was given up as lost takes it, too: it knows better.
+        """
         try:
             await self._write(batch)
         except LedgerRefused:

@@ -19,7 +19,7 @@ import trustme
 from app import __version__
 from app.doctor.checkup import examine
 from app.doctor.findings import Finding, Level
-from app.ledger.rows import SpendRow
+from app.ledger.rows import Batch, SpendRow
 from app.ledger.store import Store
 from app.settings import Settings
 from tests.fakes import Behaviour, FakeCloud, FakeNode, FakeOllama, FakeVLLM, Model, On
@@ -281,7 +281,7 @@ async def test_a_ledger_is_looked_at_and_not_touched(tmp_path: Path, database_ur
     empty = await _examine(database_url=database_url)
     async with Store(database_url) as store:
         row = SpendRow("r-1", "r", 1, "dead", "", "gpt", "openai", "gpt-4o", 2_500_000)
-        await store.open_spend([row])
+        await store.write(Batch(opened=[row]))
         await store.lose_open(None, 2)
     used = await _examine(database_url=database_url)
 

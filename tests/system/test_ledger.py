@@ -50,7 +50,7 @@ def test_rows_have_the_columns_of_their_tables() -> None:
 
 async def test_a_request_is_kept_as_it_was(store: Store) -> None:
     row = request_row(first_content_ms=None, estimated=True, tokens_in=2**40, route="名前", operation="chat")
-    await store.insert_requests([row])
+    await store.write(Batch(requests=[row]))
 
     assert await rows(store, requests) == [row._asdict()]
 
@@ -66,8 +66,9 @@ async def test_rows_written_twice_are_there_once(store: Store) -> None:
 
 
 async def test_an_attempt_is_opened_and_settled(store: Store) -> None:
-    await store.open_spend([spend_row("a"), spend_row("b")])
-    await store.settle_spend([settlement("a", estimated=True, outcome=Outcome.ABANDONED), settlement("unknown")])
+    await store.write(Batch(opened=[spend_row("a"), spend_row("b")]))
+    known = settlement("a", estimated=True, outcome=Outcome.ABANDONED)
+    await store.write(Batch(settled=[known, settlement("unknown")]))
 
     settled, opened = await rows(store, spend)
     assert settled == spend_row("a")._asdict() | settlement("a")._asdict() | {
@@ -89,7 +90,7 @@ async def test_an_attempt_is_opened_and_settled(store: Store) -> None:
 
 async def test_the_first_settlement_counts(store: Store) -> None:
     await store.write(Batch(opened=[spend_row()], settled=[settlement(cost=3), settlement(cost=4)]))
-    await store.settle_spend([settlement(cost=5)])
+    await store.write(Batch(settled=[settlement(cost=5)]))
 
     assert (await store.spent("gateway", NOON)).settled == 3
 
@@ -105,25 +106,27 @@ async def test_the_first_settlement_counts(store: Store) -> None:
     ],
 )
 async def test_spent_is_told_by_scope(store: Store, scope: str, settled: int, open_: dict[str, int]) -> None:
-    await store.open_spend(
-        [
-            spend_row("before", at=NOON - 1),
-            spend_row("b", route="gpt:mini"),
-            spend_row("c", node="azure"),
-            spend_row("d", key="anna"),
-            spend_row("a", key="anna", reserved=1, instance="dead"),
-        ]
+    await store.write(
+        Batch(
+            opened=[
+                spend_row("before", at=NOON - 1),
+                spend_row("b", route="gpt:mini"),
+                spend_row("c", node="azure"),
+                spend_row("d", key="anna"),
+                spend_row("a", key="anna", reserved=1, instance="dead"),
+            ]
+        )
     )
-    await store.settle_spend([settlement("b", 2), settlement("c", 4)])
+    await store.write(Batch(settled=[settlement("b", 2), settlement("c", 4)]))
     await store.lose_open(["one"], NOON + 1)
 
     assert await store.spent(scope, NOON) == (settled, open_)
 
 
 async def test_what_dead_processes_left_open_counts_as_reserved(store: Store) -> None:
-    await store.open_spend([spend_row("a", instance="dead"), spend_row("b", instance="alive")])
-    await store.open_spend([spend_row("c", instance="dead", at=NOON + 5), spend_row("d", instance="dead")])
-    await store.settle_spend([settlement("d")])
+    await store.write(Batch(opened=[spend_row("a", instance="dead"), spend_row("b", instance="alive")]))
+    await store.write(Batch(opened=[spend_row("c", instance="dead", at=NOON + 5), spend_row("d", instance="dead")]))
+    await store.write(Batch(settled=[settlement("d")]))
 
     assert await store.lose_open(["alive", "new"], NOON + 5) == 1
     assert [row["state"] for row in await rows(store, spend)] == ["lost", "open", "open", "settled"]
@@ -132,22 +135,22 @@ async def test_what_dead_processes_left_open_counts_as_reserved(store: Store) ->
 
 @pytest.mark.parametrize("alive", [None, []])
 async def test_a_process_on_its_own_gives_up_all_that_is_older(store: Store, alive: list[str] | None) -> None:
-    await store.open_spend([spend_row("a"), spend_row("b", at=NOON + 1)])
+    await store.write(Batch(opened=[spend_row("a"), spend_row("b", at=NOON + 1)]))
 
     assert await store.lose_open(alive, NOON + 1) == 1
 
 
 async def test_a_lost_attempt_takes_its_late_settlement(store: Store) -> None:
     """A process was only thought dead."""
-    await store.open_spend([spend_row()])
+    await store.write(Batch(opened=[spend_row()]))
     await store.lose_open(None, NOON + 1)
-    await store.settle_spend([settlement(cost=70)])
+    await store.write(Batch(settled=[settlement(cost=70)]))
 
     assert await store.spent("gateway", NOON) == (70, {})
 
 
 async def test_an_operator_corrects_what_was_lost_and_nothing_else(store: Store) -> None:
-    await store.open_spend([spend_row("a"), spend_row("b", at=NOON + 9)])
+    await store.write(Batch(opened=[spend_row("a"), spend_row("b", at=NOON + 9)]))
     await store.lose_open(None, NOON + 1)
 
     assert await store.reconcile("a", 12)
@@ -189,7 +192,7 @@ async def test_a_broken_rule_is_told_to_whoever_set_it(store: Store) -> None:
 
 async def test_writers_that_read_first_wait_for_each_other(store: Store) -> None:
     """On SQLite, a transaction that began with reading could only fail."""
-    await store.open_spend([spend_row(reserved=0)])
+    await store.write(Batch(opened=[spend_row(reserved=0)]))
 
     async def raise_by_one() -> None:
         async with store.begin() as connection:
@@ -210,7 +213,7 @@ async def test_cancelled_reads_and_writes_leave_no_connection_behind(store: Stor
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     async with asyncio.timeout(5):
-        await store.insert_requests([request_row("last")])
+        await store.write(Batch(requests=[request_row("last")]))
 
     written = [row["id"].partition("-")[0] for row in await rows(store, requests)]
     assert "last" in written
@@ -282,7 +285,7 @@ async def test_a_failed_migration_leaves_nothing_behind(database_url: str, monke
 async def test_many_may_open_a_new_database_at_once(database_url: str) -> None:
     stores = [Store(database_url) for _ in range(5)]
     await asyncio.gather(*(store.open() for store in stores))
-    await asyncio.gather(*(store.insert_requests([request_row(str(n))]) for n, store in enumerate(stores)))
+    await asyncio.gather(*(store.write(Batch(requests=[request_row(str(n))])) for n, store in enumerate(stores)))
 
     assert len(await rows(stores[0], requests)) == 5
     await asyncio.gather(*(store.close() for store in stores))
@@ -294,7 +297,8 @@ class Process:
     def __init__(self, url: str, code: str) -> None:
         body = "\n".join(f"    {line}" for line in code.strip().splitlines())
         self._code = (
-            "import asyncio, sys\nfrom app.ledger.store import Store\nfrom tests.system.ledger_rows import *\n"
+            "import asyncio, sys\nfrom app.ledger.rows import Batch\n"
+            "from app.ledger.store import Store\nfrom tests.system.ledger_rows import *\n"
             f"async def main(url):\n{body}\nprint('ready', flush=True)\ninput()\nasyncio.run(main({url!r}))\n"
         )
 
@@ -330,7 +334,7 @@ async def test_what_was_opened_survives_a_killed_process(database_url: str) -> N
 async with Store(url) as store:
     number = 0
     while True:
-        await store.open_spend([spend_row(f"s{number}", instance="killed")])
+        await store.write(Batch(opened=[spend_row(f"s{number}", instance="killed")]))
         print(number, flush=True)
         number += 1
 """
@@ -437,13 +441,13 @@ async def test_urls_that_lead_nowhere_are_told_without_the_password(url: str) ->
 
 async def test_a_database_that_comes_back_is_used_again(postgres: Any) -> None:
     async with Store(postgres.url) as store:
-        await store.insert_requests([request_row("a")])
+        await store.write(Batch(requests=[request_row("a")]))
         await asyncio.to_thread(postgres.kill)
         with pytest.raises(LedgerUnavailable):
-            await store.insert_requests([request_row("b")])
+            await store.write(Batch(requests=[request_row("b")]))
         await asyncio.to_thread(postgres.start)
 
-        await store.insert_requests([request_row("c")])
+        await store.write(Batch(requests=[request_row("c")]))
         assert [row["id"] for row in await rows(store, requests)] == ["a", "c"]
 
 
@@ -467,10 +471,10 @@ async def test_spent_is_what_a_simple_model_says(store: Store, steps: list[tuple
     for what, id, amount in steps:
         state, held = model.get(id, ("", 0))
         if what == "open":
-            await store.open_spend([spend_row(id, reserved=amount, instance=id)])
+            await store.write(Batch(opened=[spend_row(id, reserved=amount, instance=id)]))
             model.setdefault(id, ("open", amount))
         elif what == "settle":
-            await store.settle_spend([settlement(id, amount)])
+            await store.write(Batch(settled=[settlement(id, amount)]))
             if state in ("open", "lost"):
                 model[id] = ("settled", amount)
         elif what == "lose":

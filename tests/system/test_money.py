@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app.ledger.rows import Batch
 from app.ledger.store import Store
 from tests.fakes import Behaviour, FakeOllama
 from tests.fakes.billing import BillingCloud
@@ -518,7 +519,7 @@ async def test_what_a_dead_process_left_open_counts_until_somebody_knows_better(
             assert (await far(hearth, max_tokens=8)).status_code == 200
         spent = (await books.one())["at"]
         async with Store(books.url) as store:
-            await store.open_spend([spend_row("dead-1", at=spent, instance="dead", reserved=9_900, node="c0")])
+            await store.write(Batch(opened=[spend_row("dead-1", at=spent, instance="dead", reserved=9_900, node="c0")]))
 
             if counted_in == "valkey":
                 await store.lose_open(None, spent + 1)
@@ -557,7 +558,8 @@ async def test_what_a_dead_replica_left_open_is_lost_while_others_live(
             await client.read_until(b"t1 ")
             (alive,) = await books.spends()
             async with Store(books.url) as store:
-                await store.open_spend([spend_row("dead-1", at=alive["at"], instance="dead", reserved=990, node="c0")])
+                dead = spend_row("dead-1", at=alive["at"], instance="dead", reserved=990, node="c0")
+                await store.write(Batch(opened=[dead]))
 
             async def lost() -> bool:
                 return any(row["state"] == "lost" for row in await books.spends())
