@@ -33,6 +33,7 @@ from benchmarks.processes import (
     allow_many_sockets,
     cpu_seconds,
     free_port,
+    node,
     resident_mib,
     started,
     wait_until_ready,
@@ -116,7 +117,7 @@ class Bench:
     def measure(self, gateway: Gateway, case: Case) -> Figures:
         """One round: fresh nodes, a fresh gateway, a warm-up, then the load. Raises NotReady."""
         with contextlib.ExitStack() as stack:
-            nodes = [stack.enter_context(self.node(case)) for _ in range(NODES)]
+            nodes = [stack.enter_context(node(self.processors.others, case.tokens, case.pace_ms)) for _ in range(NODES)]
             base, pid = nodes[0], None
             if gateway.launch:
                 base, pid = stack.enter_context(self.gateway(gateway, gateway.launch, nodes))
@@ -127,15 +128,6 @@ class Bench:
                 report = self.load(url, case, max(case.concurrency, int(case.requests * gateway.share)))
                 used = cpu_seconds(pid) - before if pid else None
             return Figures(report, used, memory.most if pid else None)
-
-    @contextlib.contextmanager
-    def node(self, case: Case) -> Iterator[str]:
-        """A node's URL."""
-        options = ["--tokens", str(case.tokens), "--pace-ms", str(case.pace_ms)]
-        command = [sys.executable, "-m", "benchmarks.node", *options]
-        with started(command, self.processors.others, subprocess.PIPE) as process:
-            assert process.stdout
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
 
     @contextlib.contextmanager
     def gateway(

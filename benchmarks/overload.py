@@ -15,7 +15,6 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from benchmarks.processes import (
     allow_many_sockets,
     cpu_seconds,
     free_port,
+    node,
     resident_mib,
     started,
     wait_until_ready,
@@ -141,14 +141,6 @@ async def stuck(url: str) -> float:
 
 
 @contextlib.contextmanager
-def _node(cpu: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.node", "--tokens", str(TOKENS), "--pace-ms", str(PACE_MS)]
-    with started(command, cpu, subprocess.PIPE) as process:
-        assert process.stdout
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-
-
-@contextlib.contextmanager
 def _gateway(cpu: int, folder: Path, nodes: list[str], options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     port = free_port()
     declared = [
@@ -191,7 +183,7 @@ def main() -> int:
     capacity = NODES * PLACES / (TOKENS * PACE_MS / 1000)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-overload-")))
-        nodes = [stack.enter_context(_node(cpus.others)) for _ in range(NODES)]
+        nodes = [stack.enter_context(node(cpus.others, TOKENS, PACE_MS)) for _ in range(NODES)]
         url, pid = stack.enter_context(_gateway(cpus.gateway, folder, nodes, options))
         # What a first load leaves behind is no leak.
         asyncio.run(overload(url, capacity * options.times, min(10.0, options.seconds)))

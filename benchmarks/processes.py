@@ -85,6 +85,15 @@ def started(
         end(process)
 
 
+@contextlib.contextmanager
+def node(cpu: int, tokens: int, pace_ms: float) -> Iterator[str]:
+    """The URL of a node of `benchmarks.node`."""
+    command = [sys.executable, "-m", "benchmarks.node", "--tokens", str(tokens), "--pace-ms", str(pace_ms)]
+    with started(command, cpu, subprocess.PIPE) as process:
+        assert process.stdout
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Asks the group to end, waits for the process, and kills what is left of the group."""
     with contextlib.suppress(ProcessLookupError):
