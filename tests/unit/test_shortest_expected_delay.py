@@ -208,17 +208,23 @@ def test_a_node_that_was_not_chosen_for_long_is_tried_again() -> None:
     assert chosen == {0, 1}
 
 
+def _places(bench: Bench, requests: int, whole: tuple[float, float]) -> list[int]:
+    """Where requests went, one after the other, to two nodes that take so long; a tenth of it to the first token."""
+    places = []
+    for _ in range(requests):
+        asked = job()
+        place = int(bench.rank(asked)[0][1])
+        bench.serve(place, asked, first=whole[place] / 10, whole=whole[place])
+        places.append(place)
+    return places
+
+
 def test_a_node_that_was_slow_for_long_and_is_not_any_more_is_found_out() -> None:
     bench = Bench({}, {})
     for _ in range(20):
         bench.serve(0, job(), first=0.2, whole=2.0)
         bench.serve(1, job(), first=1.6, whole=16.0)
-    places = []
-    for _ in range(1600):
-        asked = job()
-        place = int(bench.rank(asked)[0][1])
-        bench.serve(place, asked, first=(0.2, 0.1)[place], whole=(2.0, 1.0)[place])
-        places.append(place)
+    places = _places(bench, 1600, (2.0, 1.0))
 
     found_out = places.index(1)
     assert found_out < 1400  # eight times as slow: the slower, the later
@@ -231,12 +237,7 @@ def test_a_node_that_becomes_slow_is_left_within_tens_of_requests(slower: int) -
     for _ in range(100):
         bench.serve(0, job(), first=0.2, whole=2.0)
         bench.serve(1, job(), first=0.3, whole=3.0)
-    places = []
-    for _ in range(60):
-        asked = job()
-        place = int(bench.rank(asked)[0][1])
-        bench.serve(place, asked, first=(0.2 * slower, 0.3)[place], whole=(2.0 * slower, 3.0)[place])
-        places.append(place)
+    places = _places(bench, 60, (2.0 * slower, 3.0))
 
     assert places.count(0) < 30
     assert set(places[-20:]) == {1}
