@@ -116,6 +116,15 @@ class Unavailable(HearthError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class ShuttingDown(Unavailable):
+    """Hearth takes no more requests."""
+
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("Hearth is shutting down; try again shortly", retry_after_seconds=1)
+
+
 class Overloaded(Unavailable):
     """Every node that could serve is at its limit. `reason` is a metric's label."""
 

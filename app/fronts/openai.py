@@ -16,7 +16,7 @@ from app.errors import (
     MethodNotAllowed,
     NodeFailure,
     RateLimited,
-    Unavailable,
+    ShuttingDown,
     UnsupportedMediaType,
 )
 from app.fronts.asgi import (
@@ -115,7 +115,7 @@ class Inference:
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            exchange.cut(_shutting_down())  # by the server: what the client does ends with the watch
+            exchange.cut(ShuttingDown())  # by the server: what the client does ends with the watch
             raise
         except Exception:
             self._on_bug(exchange.id, traceback.format_exc())
@@ -149,7 +149,7 @@ class Inference:
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{scope['method']} is not allowed here; use POST")
         if self._closing():
-            raise _shutting_down()
+            raise ShuttingDown
         caller = self._doors.check_client(headers)
         _check_media_type(headers)
         body = await read_body(receive, headers.get(b"content-length"), self._max_body_bytes)
@@ -297,10 +297,6 @@ class _Exchange:
 
 def _start(headers: Lines) -> Message:
     return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-def _shutting_down() -> Unavailable:
-    return Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
 
 
 async def _in_time(exchange: _Exchange, reply: Reply, watch: ClientWatch) -> None:

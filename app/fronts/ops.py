@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from app.domain import NodeState, tier_name
@@ -30,7 +29,7 @@ def node_view(node: Node) -> dict[str, Any]:
         "reason": node.reason,
         "draining": node.draining,
         "breaker": {"state": node.breaker.state, "reason": node.breaker.reason},
-        "busy_seconds": max(0.0, round(node.penalty_until - time.monotonic(), 1)),
+        "busy_seconds": round(node.busy_seconds(), 1),
         "in_flight": node.in_flight,
         "others_in_flight": node.others_in_flight,
         "engine": None if node.engine is None else {**node.engine._asdict(), "foreign": node.foreign},

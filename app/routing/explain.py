@@ -5,7 +5,6 @@ A document for people and JSON. Every reason has a `code` for programs and a `me
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -175,8 +174,7 @@ def _remarks(
         yield Obstacle("context_too_small", f"asked last: the prompt has {tokens} tokens at least, and {room} fit")
     if node.full:
         yield Obstacle("full", f"all of its {node.spec.max_concurrency} places are taken")
-    seconds = node.penalty_until - time.monotonic()
-    if seconds > 0:
+    if seconds := node.busy_seconds():
         yield Obstacle("busy", "it said that it is busy, and is asked last in its tier", round(seconds, 1))
     if node.foreign:
         yield Obstacle("foreign", "requests that came by another way than Hearth are there", node.foreign)

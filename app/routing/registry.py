@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,10 @@ class Node:
     def cloud_name(self, wanted: str | None) -> str | None:
         """The model to ask this cloud target for, or None when it may not be asked for `wanted`."""
         return cloud_name(self.spec, wanted)
+
+    def busy_seconds(self) -> float:
+        """For how long it is asked last, as it said that it is busy."""
+        return max(0.0, self.penalty_until - time.monotonic())
 
     def holds(self, own_name: str) -> bool:
         """Whether the model is in memory; True when the kind does not say."""

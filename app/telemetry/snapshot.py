@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import orjson
 
 from app.domain import tier_name
-from app.errors import Unavailable
+from app.errors import ShuttingDown, Unavailable
 from app.routing.admission import Admission
 from app.routing.registry import Node, Registry
 from app.telemetry.money import Money
@@ -76,7 +76,7 @@ class Snapshots:
     async def viewer(self) -> AsyncIterator[Viewer]:
         """Snapshots for one viewer, the first at once and a whole one. Raises `Unavailable` when too many look."""
         if self._closing():
-            raise Unavailable("Hearth is shutting down; try again shortly", code="shutting_down", retry_after_seconds=1)
+            raise ShuttingDown
         if len(self._viewers) >= MOST_VIEWERS:
             raise Unavailable(f"{MOST_VIEWERS} viewers look already; close one", retry_after_seconds=10)
         viewer = Viewer()
@@ -205,7 +205,7 @@ def _node(node: Node) -> dict[str, Any]:
             "reason": node.breaker.reason,
             "retry_seconds": round(node.breaker.retry_after_seconds(), 1),
         },
-        "busy_seconds": max(0.0, round(node.penalty_until - time.monotonic(), 1)),
+        "busy_seconds": round(node.busy_seconds(), 1),
         "in_flight": node.in_flight,
         "others_in_flight": node.others_in_flight,
         "foreign": node.foreign,
