@@ -327,7 +327,7 @@ class Forecast:
             loading, seat.loading = seat.loading, None
             if loading is not None and loading.carrier is booking:
                 work.load_ended(loading, seat.model, now)
-                seat.speed.loaded(took - booking.fresh * seat.prefill_s)
+                seat.speed.loaded_and_read(booking.fresh, took, booking.fresh * seat.prefill_s)
             return
         seat.loading = None
         if took > _LATE * booking.expected_first + _LATE_SECONDS and work.ended_at > booking.placed:

@@ -29,6 +29,7 @@ _DECODE_SECONDS = 1 / 40
 _PREFILL_SHARE = 1 / 25  # of the time that a token takes to be generated
 _LOAD_SECONDS = 8.0
 _HOPE = 0.85
+_LOAD_SHARE = 0.7  # at least, of a load and the reading after it
 
 
 class Ratio:
@@ -110,17 +111,33 @@ class Decode:
 class Speed:
     """What one node has shown with one model."""
 
-    __slots__ = ("decode", "load", "prefill")
+    __slots__ = ("_load_and_read", "decode", "load", "prefill")
 
     def __init__(self) -> None:
         self.prefill = Ratio()
         self.decode = Decode()
         self.load = Ratio()
+        self._load_and_read: tuple[float, float] | None = None
 
     def prefilled(self, tokens: float, seconds: float) -> None:
         """`tokens` are those that had to be read, without a cached prefix."""
         if tokens >= _LEAST_PREFILL_TOKENS and seconds > 0:
             self.prefill.add(tokens, seconds)
+            if self._load_and_read is not None:
+                first, self._load_and_read = self._load_and_read, None
+                self.load = Ratio()
+                self.loaded_and_read(*first)
+
+    def loaded_and_read(self, tokens: float, seconds: float, guess: float = 0.0) -> None:
+        """A load and the reading after it took so long together; `guess` is the second's share in seconds.
+
+        While nothing is known of how fast the node reads, the load is what the guess leaves, corrected as soon as it is.
+        """
+        if self.prefill.known:
+            self.loaded(seconds - tokens * self.prefill.value)
+        else:
+            self._load_and_read = (tokens, seconds)
+            self.loaded(max(seconds - guess, _LOAD_SHARE * seconds))
 
     def decoded(self, tokens: int, seconds: float, others: float) -> None:
         """`others` is how many other streams ran meanwhile, on average."""
