@@ -429,9 +429,10 @@ class Forecast:
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
         chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
-        victim = seat.work.victim(seat) if chance else None
-        if victim is not None:
-            victim.doubted_until = now + DOUBT_SECONDS
+        others = seat.work.others(seat) if chance else []
+        for other in others:
+            other.doubted_until = now + DOUBT_SECONDS  # which of them goes is the engine's secret
+        if others:
             if any(booking.seat is not seat for booking in seat.work.bookings):
                 loading.blocks = chance
             self.on_look(seat.work.node)

@@ -148,6 +148,10 @@ class Work:
         """Whether an engine would wait for those who are at work with a model that has to go, and all with it."""
         return seat.chance > 0 and bool(self.bookings)
 
+    def in_doubt(self, now: float) -> bool:
+        """Whether a load may have driven out a model that the node has not been asked about since."""
+        return any(seat.doubted_until > now for seat in self.seats.values())
+
     def in_memory(self) -> frozenset[str]:
         listed = frozenset(self.node.loaded or ())
         return listed.union(model for model, seat in self.seats.items() if seat.warm) - frozenset(
@@ -192,13 +196,15 @@ class Work:
         there = frozenset(self.node.loaded or ())
         self.version += 1
         self.together_max = max(self.together_max, len(there))
+        unseen = any(seat.loading is not None and seat.model not in there for seat in self.seats.values())
         for seat in self.seats.values():
             if seat.model in there and (taken := (self.node.loaded or {})[seat.model].vram_bytes):
                 seat.taken = taken
             if seat.model not in there and seat.warm_before and not seat.warm:
                 seat.demand.prefixes.forget(seat.held)  # it was unloaded
             seat.warm_before = seat.warm
-            seat.doubted_until = 0.0
+            if not unseen:
+                seat.doubted_until = 0.0
         if self.turned_out_at is not None and len(there) >= self.turned_out_at:
             self.turned_out_at = None
         if self.load_over is not None and self.load_over[0] in there:
