@@ -64,7 +64,7 @@ class Forecast:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
         self.on_look: Callable[[Node], None] = lambda node: None  # what is in its memory may have changed
-        self.on_idle: Callable[[Work], None] = lambda work: None  # its last request is over, and a load is wanted
+        self.on_end: Callable[[Work], None] = lambda work: None  # a request is over where a load is wanted
         self._works: dict[Node, Work] = {}
         self._numbers: set[int] = set()
         self._demands: dict[str, Demand] = {}
@@ -202,8 +202,9 @@ class Forecast:
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
             seat.load_wait += chance * max(busy, default=0.0)
-            costs = [self.eviction_seconds(other, now) for other in work.others(seat)]
-            seat.toll = chance * _TOLL * (self.eviction_seconds(victim, now) + max(costs))
+            costs = {other: self.eviction_seconds(other, now) for other in work.others(seat)}
+            idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
+            seat.toll = chance * _TOLL * (costs[victim] + max(idle))
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -390,8 +391,8 @@ class Forecast:
         if booking.carries:
             seat.loading = None
         work.version += 1
-        if work.wanted is not None and not work.bookings:
-            self.on_idle(work)
+        if work.wanted is not None:
+            self.on_end(work)
 
     def _learn_whole(
         self, booking: Booking, now: float, total: float, usage: Usage | None, timings: Timings | None

@@ -24,7 +24,8 @@ _CROWDING_MAX = 1.0
 
 # Guesses for a node and model of which nothing is known: a machine whose memory gives about 300 GB/s.
 _BYTES_PER_SECOND = 300e9
-_LOADED_BYTES_PER_SECOND = 600e6
+_LOADED_BYTES_PER_SECOND = 2e9
+_START_SECONDS = 1.0  # of an engine, beside what it reads
 _DECODE_SECONDS = 1 / 40
 _PREFILL_SHARE = 1 / 25  # of the time that a token takes to be generated
 _LOAD_SECONDS = 8.0
@@ -172,7 +173,7 @@ def prefill_guess(size: float, power: float) -> float:
 
 
 def load_guess(size: float) -> float:
-    return min(max(size / _LOADED_BYTES_PER_SECOND, 1.0), 120.0) if size else _LOAD_SECONDS
+    return min(_START_SECONDS + size / _LOADED_BYTES_PER_SECOND, 120.0) if size else _LOAD_SECONDS
 
 
 def from_others(other_nodes: Iterable[Known], same_node: Iterable[Known], power: float, size: float) -> float | None:

@@ -25,6 +25,8 @@ DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have be
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
 _FITS, _UNCERTAIN, _HARDLY = 0.0, 0.25, 0.9  # chances that a load drives another model out
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
+_DARE = 0.25
+_THIRD = 0.5
 _POWER = 0.35  # nodes with more slots are a little faster, as a rule
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
 _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
@@ -146,7 +148,7 @@ class Work:
 
     def must_be_idle(self, seat: Seat) -> bool:
         """Whether an engine would wait for those who are at work with a model that has to go, and all with it."""
-        return seat.chance > 0 and bool(self.bookings)
+        return seat.chance > _DARE and bool(self.bookings) and not self.idle_others(seat)
 
     def in_doubt(self, now: float) -> bool:
         """Whether a load may have driven out a model that the node has not been asked about since."""
@@ -171,7 +173,7 @@ class Work:
             return 1.0
         if count <= self.together_max:
             return _FITS
-        return _UNCERTAIN if count <= _USUAL_MODELS else _HARDLY
+        return _UNCERTAIN if count == 2 else _THIRD if count == 3 else _HARDLY
 
     def _bytes(self, models: Iterable[str]) -> float:
         """What they take: as the node says, or said when it last had them, else what their files have."""
@@ -186,6 +188,15 @@ class Work:
     def others(self, seat: Seat) -> list[Seat]:
         """The models that are in memory or on their way, beside this one."""
         return [each for each in self.seats.values() if each is not seat and (each.loading is not None or each.warm)]
+
+    @property
+    def loads(self) -> bool:
+        """Whether a model is on its way into memory."""
+        return any(seat.loading is not None for seat in self.seats.values())
+
+    def idle_others(self, seat: Seat) -> list[Seat]:
+        """Those that could be driven out at once: engines leave models alone that are at work."""
+        return [each for each in self.others(seat) if not each.count and each.loading is None]
 
     def victim(self, seat: Seat) -> Seat | None:
         """Whom a load would drive out: as engines do, the idle one that was used longest ago."""

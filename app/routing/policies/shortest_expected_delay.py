@@ -25,7 +25,7 @@ _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
 _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
-_EVICTION_PRICE = 30.0
+_EVICTION_PRICE = 15.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
@@ -50,7 +50,7 @@ class ShortestExpectedDelay(Policy):
         self.forecast = forecast or Forecast()
         self.start_load = start_load
         self._uniform = (uniform or random.Random()).random
-        self.forecast.on_idle = self._load_wanted
+        self.forecast.on_end = self._load_wanted
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         """Those that are worth to be asked now, best first; none when a wait is better."""
@@ -93,7 +93,7 @@ class ShortestExpectedDelay(Policy):
             service = first + output * seat.decode_s
             if service < shortest:
                 shortest = service
-            ready = seat.ready_at - now
+            ready = seat.load_wait if seat.cold else seat.ready_at - now
             if ready > 0:
                 first += ready
                 score = ready + service
@@ -158,7 +158,7 @@ class ShortestExpectedDelay(Policy):
         if now < seat.doubted_until:
             return False
         if seat.cold:
-            if any(other.loading is not None for other in seat.work.seats.values()):
+            if seat.work.loads:
                 return False
             return not seat.work.must_be_idle(seat) or now - job.since > seat.load_wait
         if seat.warm:
@@ -228,7 +228,7 @@ class ShortestExpectedDelay(Policy):
         seat, now = self.forecast.seat(candidate), self.forecast.clock()
         if seat.warm or seat.loading is not None or now > until:
             work.wanted = None
-        elif not work.must_be_idle(seat) and self._free(seat, job, now):
+        elif not (work.must_be_idle(seat) or now < seat.doubted_until or work.loads):
             work.wanted = None
             self.start_load(candidate, job)
 
