@@ -275,7 +275,7 @@ class Forecast:
                     booking.hit = size * ratio
                     break
         booking.fresh = tokens - booking.hit
-        booking.decode_seconds = output * seat.decode_s
+        booking.output = output
         if now - seat.used_at > _OLD_SECONDS:
             seat.speed.age()
         warm = seat.warm

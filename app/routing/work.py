@@ -53,11 +53,11 @@ class Booking:
 
     __slots__ = (
         "began",
-        "decode_seconds",
         "expected_first",
         "fresh",
         "hit",
         "job",
+        "output",
         "placed",
         "running_before",
         "seat",
@@ -71,7 +71,8 @@ class Booking:
         self.began: float | None = None
         self.running_before = 0.0
         self.fresh = self.hit = 0.0  # tokens to read, and tokens believed to be cached
-        self.expected_first = self.decode_seconds = 0.0
+        self.expected_first = 0.0
+        self.output = 0.0  # tokens that it will probably have
         self.waited_for_load = False
 
     @property
@@ -87,10 +88,11 @@ class Booking:
 
     def left(self, now: float) -> float:
         """Seconds until it will be over."""
-        expected = self.expected_first + self.decode_seconds
+        decode = self.output * self.seat.decode_s  # as is known by now
+        expected = self.expected_first + decode
         if self.began is None:
-            return max(self.placed + expected - now, self.decode_seconds, _OVERDUE * expected)
-        return max(self.began + self.decode_seconds - now, _OVERDUE * self.decode_seconds)
+            return max(self.placed + expected - now, decode, _OVERDUE * expected)
+        return max(self.began + decode - now, _OVERDUE * decode)
 
 
 class Work:
