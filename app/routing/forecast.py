@@ -11,7 +11,7 @@ from app.routing import speeds
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.registry import Candidate, Node
-from app.routing.work import DOUBT_SECONDS, Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
+from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
 
 Clock = Callable[[], float]
 
@@ -179,13 +179,20 @@ class Forecast:
         seat.rest = (left + foreign * work.foreign_left(now) if foreign else left) / there
 
     def _load(self, seat: Seat, now: float) -> None:
-        seat.cold = False
+        seat.cold = seat.blocked = False
         seat.load_wait = seat.toll = seat.share = seat.chance = 0.0
         if seat.warm:
             for other in seat.work.seats.values() if len(seat.work.seats) > 1 else ():
-                if other.loading is not None and other.loading.blocks:
-                    again = other.loading.blocks * self.load_seconds(seat)
-                    seat.load_wait = max(seat.load_wait, other.loading.left(now) + again)
+                if other.loading is None or other is seat:
+                    continue
+                left = other.loading.left(now)
+                if other.loading.blocks:
+                    seat.blocked = True
+                    left += other.loading.blocks * self.load_seconds(seat)
+                else:
+                    left *= seat.work.loads_block
+                    seat.blocked = seat.blocked or seat.work.loads_block > SURE
+                seat.load_wait = max(seat.load_wait, left)
             return
         if seat.loading is not None:
             seat.load_wait = seat.loading.left(now)
@@ -209,17 +216,21 @@ class Forecast:
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
 
+    def _elsewhere(self, seat: Seat) -> list[Seat]:
+        """The same model in other nodes' memory."""
+        return [
+            other
+            for work in self._works.values()
+            for other in work.seats.values()
+            if other.demand is seat.demand and other is not seat and other.warm
+        ]
+
     def eviction_seconds(self, victim: Seat, now: float) -> float:
         """What it costs those who want this model that it has to be loaded again, or is elsewhere only."""
         load = self.load_seconds(victim)
         rate = victim.demand.rate(now)
         soon = victim.demand.ahead(now, load * _HORIZON_LOADS)
-        elsewhere = [
-            other
-            for work in self._works.values()
-            for other in work.seats.values()
-            if other.demand is victim.demand and other is not victim and other.warm
-        ]
+        elsewhere = self._elsewhere(victim)
         # Whoever comes while it is loaded again waits for that.
         again = min(1.0, soon) * load * (1 + rate * load / 2)
         if not elsewhere:
@@ -280,6 +291,7 @@ class Forecast:
             seat.speed.age()
         warm = seat.warm
         booking.waited_for_load = not warm
+        booking.beside = work.beside(seat) if warm else None
         ready = 0.0 if warm and work.room(seat) > 0 else max(seat.slot_wait, seat.load_wait)
         booking.expected_first = ready + booking.fresh * seat.prefill_s
         if not warm and seat.loading is None:
@@ -331,7 +343,14 @@ class Forecast:
                 seat.speed.loaded_and_read(booking.fresh, took, booking.fresh * seat.prefill_s)
             return
         seat.loading = None
-        if took > _LATE * booking.expected_first + _LATE_SECONDS and work.ended_at > booking.placed:
+        late = took > _LATE * booking.expected_first + _LATE_SECONDS
+        if booking.beside is not None:
+            over = work.beside(seat) is not booking.beside
+            if late or not over:
+                work.load_blocked(over)
+            if late:
+                return
+        if late and work.ended_at > booking.placed:
             took = now - work.ended_at  # it waited for a slot until then
         if seat.tells_reading:
             return

@@ -26,6 +26,8 @@ _OVERDUE = 0.25  # of the expected time, that what should be over still takes
 _FITS, _UNCERTAIN, _HARDLY = 0.0, 0.25, 0.9  # chances that a load drives another model out
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
 _DARE = 0.25
+_LOADS_BLOCK = 0.5
+SURE = 0.9
 _THIRD = 0.5
 _POWER = 0.35  # nodes with more slots are a little faster, as a rule
 _USUAL_MODELS = 3  # that engines keep at once where memory allows
@@ -53,6 +55,7 @@ class Booking:
 
     __slots__ = (
         "began",
+        "beside",
         "expected_first",
         "fresh",
         "hit",
@@ -74,6 +77,7 @@ class Booking:
         self.expected_first = 0.0
         self.output = 0.0  # tokens that it will probably have
         self.waited_for_load = False
+        self.beside: Loading | None = None  # another model's load that was under way when it was sent
 
     @property
     def carries(self) -> bool:
@@ -106,6 +110,7 @@ class Work:
         "foreign_until",
         "incarnation",
         "load_over",
+        "loads_block",
         "node",
         "number",
         "promised",
@@ -138,6 +143,7 @@ class Work:
         self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
         self.together_max = 1  # most models seen in memory at once
         self.turned_out_at: int | None = None  # so many were too many
+        self.loads_block = _LOADS_BLOCK  # how likely requests for what is in memory wait while another model is loaded
         self.wanted: tuple[Candidate, Job, float] | None = None  # a load that pays, for which request, until when
         self.load_over: tuple[str, frozenset[str]] | None = None  # a model that came, and what was there before
 
@@ -195,6 +201,15 @@ class Work:
     def loads(self) -> bool:
         """Whether a model is on its way into memory."""
         return any(seat.loading is not None for seat in self.seats.values())
+
+    def beside(self, seat: Seat) -> Loading | None:
+        """The load of another model."""
+        return next((each.loading for each in self.seats.values() if each is not seat and each.loading), None)
+
+    def load_blocked(self, blocked: bool) -> None:
+        """A request for what was in memory waited until another model's load was over, or did not."""
+        self.loads_block += (blocked - self.loads_block) * 0.5
+        self.version += 1
 
     def idle_others(self, seat: Seat) -> list[Seat]:
         """Those that could be driven out at once: engines leave models alone that are at work."""
@@ -347,6 +362,7 @@ class Seat:
 
     __slots__ = (
         "alone_s",
+        "blocked",
         "chance",
         "cold",
         "confirmed",
@@ -401,7 +417,7 @@ class Seat:
         self.guess_until = -1.0
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
-        self.cold = False
+        self.cold = self.blocked = False
         self.chance = 0.0  # that a load drives another model out
         self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0

@@ -162,7 +162,7 @@ class ShortestExpectedDelay(Policy):
                 return False
             return not seat.work.must_be_idle(seat) or now - job.since > seat.load_wait
         if seat.warm:
-            return not seat.load_wait
+            return not seat.blocked
         return loading is None or now - loading.since > _LOAD_PATIENCE * loading.expected
 
     def _promise(self, job: Job, seat: Seat, service: float) -> None:
