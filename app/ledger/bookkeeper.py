@@ -55,15 +55,18 @@ class Bookkeeper:
 
     def __call__(self, ended: Ended) -> None:
         """Takes a request that is over. One that never reached a route has no row."""
-        request, trail = ended.request, ended.trail
-        if request is None or not trail.routed:
+        request, request_id, operation, trail, outcome, error, seconds = ended
+        if request is None or not trail.route:
             return
-        usage, estimated = self._usage(request, trail)
-        local = trail.tier == LOCAL_TIER and bool(trail.node)
+        usage, estimated = trail.usage, False
+        if usage is None:
+            usage, estimated = self._guess(request, trail)
+        else:
+            self._estimator.learn(request, usage)
+        local = trail.tier == LOCAL_TIER and trail.node != ""
         cost = trail.cost + (self._local_cost(trail, usage) if local else 0)
         if cost or estimated:
             self._on_figures(trail, usage, estimated, cost)
-        _, request_id, operation, _, outcome, error, seconds = ended
         end = (time.time(), seconds, operation, outcome, "" if error is None else _code(ended))
         instead = request.model if local and outcome is Outcome.OK else None
         # Made when it is written, with many others: here, between other things, it would take twice as long.
@@ -89,12 +92,12 @@ class Bookkeeper:
             round((now - seconds) * 1000),
             self._instance,
             key,
-            operation,
+            str(operation),  # databases' drivers are slow to find out what an enum's member is
             trail.route,
             trail.model,
             trail.node,
             trail.tier,
-            outcome,
+            str(outcome),
             code,
             trail.fallback,
             trail.tried,
@@ -110,11 +113,8 @@ class Bookkeeper:
         )
         return RequestRow._make(values)
 
-    def _usage(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
-        """What the node counted, or a guess; and whether it is one."""
-        if trail.usage is not None:
-            self._estimator.learn(request, trail.usage)
-            return trail.usage, False
+    def _guess(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
+        """What it took, where no node counted; and whether it took anything."""
         if trail.first_content is None:
             return _NONE, False
         return Usage(self._estimator.estimate_prompt(request), self._written(request, trail)), True
