@@ -39,7 +39,7 @@ class _Bucket:
     A `limit` that is None does not exist.
     """
 
-    __slots__ = ("_each_seconds", "_headers", "_limit", "empty_at", "taken")
+    __slots__ = ("_each_seconds", "_headers", "_limit", "_most_seconds", "empty_at", "taken")
 
     def __init__(self) -> None:
         self.empty_at = 0.0
@@ -50,23 +50,34 @@ class _Bucket:
         """Changes the limit; what was taken stays, and runs out in the same time."""
         self._limit = limit
         self._each_seconds = _MINUTE / limit if limit else 0.0
+        self._most_seconds = _FULL_SECONDS if limit is None or limit > 0 else -1.0  # in a limit of nothing nothing fits
         self._headers = b"" if limit is None else _HEADERS % (what, limit, what, what)
 
-    def full(self, now: float, amount: int) -> bool:
-        """Whether so much does not fit. What is larger than the bucket fits when the bucket is empty."""
-        limit = self._limit
-        if limit is None:
-            return False
-        needed = amount if amount < limit else limit
-        return self.empty_at - now + needed * self._each_seconds > _FULL_SECONDS or limit <= 0
+    def take(self, now: float, amount: int) -> bytes | None:
+        """Puts so much in and gives the headers that tell of it; None where it does not fit.
 
-    def add(self, now: float, amount: int) -> bytes:
-        """Puts so much in, and gives the headers that tell of the bucket then: what remains, and when it is empty."""
+        What is larger than the bucket fits when the bucket is empty.
+        """
         limit = self._limit
         if limit is None:
             return b""
         level = self.empty_at - now
-        level = (level if level > 0 else 0.0) + amount * self._each_seconds
+        if level < 0:
+            level = 0.0
+        if level + (amount if amount < limit else limit) * self._each_seconds > self._most_seconds:
+            return None
+        return self._filled(now, limit, level + amount * self._each_seconds)
+
+    def give_back(self, amount: int) -> None:
+        """Takes out what was put in this moment."""
+        self.empty_at -= amount * self._each_seconds
+
+    def headers(self, now: float) -> bytes:
+        """Those that tell of it as it is."""
+        return b"" if self._limit is None else self._filled(now, self._limit, max(self.empty_at - now, 0.0))
+
+    def _filled(self, now: float, limit: int, level: float) -> bytes:
+        """Headers: the limit, what remains, and when nothing counts any more."""
         self.empty_at = now + level
         left = int((_MINUTE - level) * limit / _MINUTE + 1e-6)
         return self._headers % (left if left > 0 else 0, _duration_of(math.ceil(level * 1000 - 1e-6)))
@@ -130,13 +141,18 @@ class Limits:
             standing = self._add(caller_id, rate)
         _, of_requests, of_tokens = standing
         now = self._clock()
-        if of_requests.full(now, 1) or of_tokens.full(now, tokens):
-            raise _refused(standing, now, tokens)
+        headers = of_requests.take(now, 1)
+        if headers is None:
+            raise _refused(standing, now, of_requests.refusal(now, 1, "requests"))
+        more = of_tokens.take(now, tokens)
+        if more is None:
+            of_requests.give_back(1)
+            raise _refused(standing, now, of_tokens.refusal(now, tokens, "tokens"))
         if self._link is not None:
             of_requests.taken += 1
             of_tokens.taken += tokens
             self._taken[caller_id] = standing
-        return of_requests.add(now, 1) + of_tokens.add(now, tokens)
+        return headers + more
 
     def settle(self, caller_id: str, rate: Rate, token_difference: int) -> None:
         """Corrects a request that was taken: it came to so many tokens more, or fewer when it is negative."""
@@ -200,13 +216,8 @@ class Limits:
                 continue  # each has its own limits now; the link has told of it
 
 
-def _refused(standing: _Standing, now: float, tokens: int) -> RateLimited:
-    _, of_requests, of_tokens = standing
-    if of_requests.full(now, 1):
-        error = of_requests.refusal(now, 1, "requests")
-    else:
-        error = of_tokens.refusal(now, tokens, "tokens")
-    error.header_lines = of_requests.add(now, 0) + of_tokens.add(now, 0)
+def _refused(standing: _Standing, now: float, error: RateLimited) -> RateLimited:
+    error.header_lines = standing.requests.headers(now) + standing.tokens.headers(now)
     return error
 
 
