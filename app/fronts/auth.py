@@ -86,6 +86,7 @@ class Doors:
         sessions: SessionBook | None = None,
     ) -> None:
         self._api_keys = api_keys
+        self._open = not api_keys  # unless there are keys that were made
         self._admin_keys = admin_keys
         self._book = book
         self._sessions = sessions
@@ -93,7 +94,7 @@ class Doors:
     def check_client(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Who asks. Raises `Unauthorized` unless a key is shown; where there are none at all, everybody may ask."""
         made = self._book is not None and self._book.required
-        if not made and not self._api_keys:
+        if self._open and not made:
             return ANYBODY
         token = token_of(headers)
         if token is None:
