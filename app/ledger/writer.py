@@ -119,8 +119,9 @@ class Writer:
         if len(self._requests) >= self._limit:
             self._drop(1)
             return
+        if not self._requests:
+            self._some.set()  # it stays set until nothing is left
         self._requests.append(make)
-        self._some.set()
 
     def settle(self, settlement: Settlement) -> None:
         """Takes what an attempt came to. One whose row is not there is written without effect."""
