@@ -64,7 +64,9 @@ class Bookkeeper:
         else:
             self._estimator.learn(request, usage)
         local = trail.tier == LOCAL_TIER and trail.node != ""
-        cost = trail.cost + (self._local_cost(trail, usage) if local else 0)
+        cost, spec = trail.cost, trail.spec
+        if local and spec is not None and spec.price is not None:
+            cost += self._local_cost(spec, trail.model, usage)
         if cost or estimated:
             self._on_figures(trail, usage, estimated, cost)
         end = (time.time(), seconds, operation, outcome, "" if error is None else _code(ended))
@@ -124,12 +126,9 @@ class Bookkeeper:
             return trail.events
         return self._estimator.estimate_text(request.model, trail.document_bytes)
 
-    def _local_cost(self, trail: Trail, usage: Usage) -> int:
+    def _local_cost(self, spec: NodeSpec, model: str, usage: Usage) -> int:
         """By the operator's figure."""
-        spec = trail.spec
-        if spec is None or spec.price is None:
-            return 0
-        tariff = self._prices.known(spec, trail.model)
+        tariff = self._prices.known(spec, model)
         return 0 if tariff is None else tariff.cost(usage)
 
     def _saved(self, model: str, usage: Usage) -> int:
