@@ -9,6 +9,7 @@ from app.sharing.limits import Limits
 
 _SMALL_BYTES = 16 * 1024
 _BYTES = 4  # a token has about so many
+_NONE = Usage(0, 0)
 
 
 class Turnstile:
@@ -18,16 +19,17 @@ class Turnstile:
         self._limits = limits
         self._estimate = estimate
 
-    def enter(self, request: Request, rate: Rate) -> tuple[int, bytes]:
+    def enter(self, request: Request, caller_id: str, rate: Rate) -> tuple[int, bytes]:
         """The tokens that were counted for it, and headers for the client, as lines. Raises `RateLimited`."""
+        _, per_token = rate
         tokens = 0
-        if rate.tokens_per_minute is not None:
+        if per_token is not None:
             size = len(request.body)
             # Of a small body its length tells enough.
             tokens = size // _BYTES if size < _SMALL_BYTES else self._estimate(request)
-        return tokens, self._limits.take(request.caller.id, rate, tokens)
+        return tokens, self._limits.take(caller_id, rate, tokens)
 
-    def leave(self, request: Request, rate: Rate, counted: int, usage: Usage | None) -> None:
+    def leave(self, caller_id: str, rate: Rate, counted: int, usage: Usage | None) -> None:
         """Corrects the count by what the request came to; one that took nothing gives its tokens back."""
-        took = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
-        self._limits.settle(request.caller.id, rate, took - counted)
+        prompt, completion, _ = usage or _NONE
+        self._limits.settle(caller_id, rate, prompt + completion - counted)

@@ -84,7 +84,8 @@ class _Bucket:
 
     def correct(self, now: float, seconds: float) -> None:
         """Moves the time when it is empty; more than was known of is there from now on."""
-        self.empty_at = (max(self.empty_at, now) if seconds > 0 else self.empty_at) + seconds
+        begin = now if seconds > 0 and now > self.empty_at else self.empty_at
+        self.empty_at = begin + seconds
 
     def refusal(self, now: float, amount: int, what: str) -> RateLimited:
         """What the caller is told of a bucket that is full."""
@@ -156,13 +157,14 @@ class Limits:
 
     def settle(self, caller_id: str, rate: Rate, token_difference: int) -> None:
         """Corrects a request that was taken: it came to so many tokens more, or fewer when it is negative."""
-        per_token = rate.tokens_per_minute
+        _, per_token = rate
         if not token_difference or not per_token:
             return
         standing = self._callers.get(caller_id) or self._add(caller_id, rate)
-        standing.tokens.correct(self._clock(), token_difference * _MINUTE / per_token)
+        _, _, of_tokens = standing
+        of_tokens.correct(self._clock(), token_difference * _MINUTE / per_token)
         if self._link is not None:
-            standing.tokens.taken += token_difference
+            of_tokens.taken += token_difference
             self._taken[caller_id] = standing
 
     def publication(self) -> bytes | None:
