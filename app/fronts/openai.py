@@ -174,14 +174,18 @@ class Inference:
         exchange.request = request
         if caller.routes:
             check_route(caller, request.model)
-        if caller.rate is not None:
-            exchange.counted_tokens, exchange.limits = self._turnstile.enter(request, caller.rate)
+        rate = caller.rate
+        if rate is not None:
+            exchange.counted_tokens, exchange.limits = self._turnstile.enter(request, caller.id, rate)
         return request
 
     def _leave(self, exchange: _Exchange) -> None:
-        request = exchange.request
-        if request is not None and request.caller.rate is not None:
-            self._turnstile.leave(request, request.caller.rate, exchange.counted_tokens, exchange.trail.usage)
+        if exchange.request is None:
+            return
+        caller = exchange.request.caller
+        rate = caller.rate
+        if rate is not None:
+            self._turnstile.leave(caller.id, rate, exchange.counted_tokens, exchange.trail.usage)
 
 
 class _Exchange:
