@@ -9,7 +9,7 @@ come meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import httptools
@@ -45,13 +45,15 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
-        self._unread = 0
+        # For the parser, which looks for it when it is made. A stream has a piece for each of its events.
+        self.on_body: Callable[[bytes], None] = self._pieces.append
+        self._parser = httptools.HttpResponseParser(self)
+        self._unread = 0  # bytes, as they came
         self._paused = False
         self._rest: asyncio.TimerHandle | None = None
         self._heard_at = 0.0
@@ -65,6 +67,7 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._interim = False
         self._has_head = False
+        self._whole = 0  # pieces of the answer, once it is complete
         self.status = 0
         self.complete = False
         self.moderate = False  # what follows is a stream, which may be read a little later where it is fast
@@ -87,7 +90,10 @@ class Connection(asyncio.Protocol):
 
     def header(self, name: bytes) -> bytes | None:
         """One header of the answer, by its lower-case name."""
-        return next((value for field, value in self._fields if field.lower() == name), None)
+        for field, value in self._fields:
+            if field.lower() == name:
+                return value
+        return None
 
     def send(self, head: bytes, body: bytes) -> None:
         """Sends a request. Never waits: what the node does not take yet is kept."""
@@ -140,7 +146,7 @@ class Connection(asyncio.Protocol):
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waiter = self._loop.create_future()
+        self._waiter = self.loop.create_future()
         try:
             await self._waiter
         finally:
@@ -173,22 +179,32 @@ class Connection(asyncio.Protocol):
                 self.fail(InvalidAnswer("invalid", heard=True))
         if self.complete:
             self._busy = False
-        elif self.moderate:
-            self._moderated()
+            del self._pieces[self._whole :]  # of an answer too many
+        else:
+            self._count_unread(data)
+            if self.moderate:
+                self._moderated()
         self._wake()
+
+    def _count_unread(self, data: bytes) -> None:
+        self._unread += len(data)
+        if self._unread > _UNREAD_BYTES_MAX and not self._paused and self._transport is not None:
+            self._paused = True
+            if self._rest is None:
+                self._transport.pause_reading()
 
     def _moderated(self) -> None:
         """Rests after a piece that came right after another one."""
-        now = self._loop.time()
+        now = self.loop.time()
         if now - self._heard_at < _FAST_SECONDS and self._rest is None and self._transport is not None:
-            self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
+            self._rest = self.loop.call_later(_REST_SECONDS, self._rested)
             if not self._paused:
                 self._transport.pause_reading()
         self._heard_at = now
 
     def _rested(self) -> None:
         self._rest = None
-        self._heard_at = self._loop.time()  # what waits there already came as fast as before
+        self._heard_at = self.loop.time()  # what waits there already came as fast as before
         self._read_on()
 
     def _read_on(self) -> None:
@@ -237,19 +253,10 @@ class Connection(asyncio.Protocol):
         self.status = status
         self._has_head = True
 
-    def on_body(self, piece: bytes) -> None:
-        if self.complete:
-            return
-        self._pieces.append(piece)
-        self._unread += len(piece)
-        if self._unread > _UNREAD_BYTES_MAX and not self._paused and self._transport is not None:
-            self._paused = True
-            if self._rest is None:
-                self._transport.pause_reading()
-
     def on_message_complete(self) -> None:
         if self._interim:
             self._interim = False
         elif not self.complete:
             self.complete = True
+            self._whole = len(self._pieces)
             self._keep_alive = self._keep_alive and self._parser.should_keep_alive()

@@ -95,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
     _idle_since: float | None = None  # on the loop's clock; None = at work
 
     def data_received(self, data: bytes) -> None:
-        if (self.cycle is None or self.cycle.response_complete) and b"\r\n\r\n" not in data:
+        if (self.cycle is None or self.cycle.response_complete) and data.find(b"\r\n\r\n") < 0:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.transport.write(_TOO_LONG)
