@@ -111,14 +111,14 @@ class Connection(asyncio.Protocol):
     async def head(self) -> None:
         """Waits until status and headers are there. Raises `ConnectionFailed`, or what `fail` was given."""
         while not self._has_head:
-            await self._wait()
+            await self._woken()
 
     async def read(self) -> bytes:
         """The next bytes of the body, b"" at its end. Raises `ConnectionFailed`, or what `fail` was given."""
         while not self._pieces:
             if self.complete:
                 return b""
-            await self._wait()
+            await self._woken()
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self._unread = 0
@@ -143,18 +143,17 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
+    def _woken(self) -> asyncio.Future[None]:
+        """Done as soon as something has come. Raises what the exchange failed with."""
         if self._error is not None:
             raise self._error
         self._waiter = self.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # -- from the event loop
 

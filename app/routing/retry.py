@@ -66,10 +66,13 @@ class Attempt(AttemptManager):
     """One pass of the loop.
 
     tenacity would also catch and raise again what is no failure of a node, and keep the result of a success, at a
-    cost, for nobody.
+    cost, for nobody. Nor is there a state of the loop before something has failed.
     """
 
     ended = False
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
 
     def __exit__(
         self,
@@ -80,6 +83,7 @@ class Attempt(AttemptManager):
         if not isinstance(exc_value, NodeFailure):
             self.ended = True
             return None
+        self.retry_state = self._attempts.state()
         return super().__exit__(exc_type, exc_value, traceback)
 
 
@@ -125,14 +129,15 @@ def _backoff(waits: int) -> float:
 class Attempts:
     """The attempts of one request."""
 
-    __slots__ = ("_last", "_most", "_retrying", "_sleep", "_state")
+    __slots__ = ("_last", "_made", "_most", "_prospects", "_retrying", "_sleep", "_state")
 
     def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects, made: int, most: int) -> None:
         self._retrying = retrying
         self._sleep = sleep
-        self._state = RetryCallState(retrying, None, (Pace(prospects),), {})
-        self._state.attempt_number += made
+        self._prospects = prospects
+        self._made = made
         self._most = most
+        self._state: RetryCallState | None = None
         self._last: Attempt | None = None
 
     def __aiter__(self) -> Self:
@@ -143,18 +148,24 @@ class Attempts:
             if self._last.ended:
                 raise StopAsyncIteration
             await self._go_on()
-        elif self._state.attempt_number > self._most:
+        elif self._made >= self._most:
             raise StopAsyncIteration
-        self._last = Attempt(self._state)
+        self._last = Attempt(self)
         return self._last
+
+    def state(self) -> RetryCallState:
+        if self._state is None:
+            self._state = RetryCallState(self._retrying, None, (Pace(self._prospects),), {})
+            self._state.attempt_number += self._made
+        return self._state
 
     async def _go_on(self) -> None:
         # tenacity counts in statistics that it expects to exist, per thread; nobody reads them.
         self._retrying.begin()
-        decision = await self._retrying.iter(self._state)
+        decision = await self._retrying.iter(self.state())
         if not isinstance(decision, DoSleep):
             raise StopAsyncIteration
-        self._state.prepare_for_next_attempt()
+        self.state().prepare_for_next_attempt()
         if decision > 0:
             await self._sleep(decision)
 
