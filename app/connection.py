@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._whole = 0  # pieces of the answer, once it is complete
         self.status = 0
         self.complete = False
-        self.moderate = False  # what follows is a stream, which may be read a little later where it is fast
+        self._moderate = False
 
     # -- for the owner
 
@@ -127,6 +127,11 @@ class Connection(asyncio.Protocol):
             self._read_on()
         return data
 
+    def moderate(self) -> None:
+        """What follows is a stream, which may be read a little later where it is fast. Its first piece has come now."""
+        self._moderate = True
+        self._heard_at = self.loop.time()
+
     @property
     def drained(self) -> bool:
         """Whether the body has been read to its end."""
@@ -181,7 +186,7 @@ class Connection(asyncio.Protocol):
             del self._pieces[self._whole :]  # of an answer too many
         else:
             self._count_unread(data)
-            if self.moderate:
+            if self._moderate:
                 self._moderated()
         self._wake()
 

@@ -180,7 +180,8 @@ class NodeResponse:
         """Content has come: from now on it is the gap between pieces that is limited."""
         if not self.at_end:
             self._watchdog.content()
-            self._connection.moderate = stream
+            if stream:
+                self._connection.moderate()
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""

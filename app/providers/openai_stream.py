@@ -205,9 +205,8 @@ class EventStream:
             return start
         end = len(events)
         for mark in (b'"error"', self._finish_mark, self._usage_mark, b"[DONE]", *self._watched):
-            found = events.find(mark, start, end)
-            if found >= 0:
-                end = found
+            if events.rfind(mark, start, end) >= 0:
+                end = events.find(mark, start, end)
         return end if end == len(events) else _end_of_events(events, start, end) or start
 
     def _renamed(self, events: bytes) -> bytes:
