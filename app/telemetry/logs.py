@@ -18,9 +18,12 @@ from functools import lru_cache
 from typing import Any, BinaryIO, Protocol
 
 import orjson
-import structlog
 
+from app.lean import without
 from app.request_ids import CURRENT
+
+with without("rich"):  # for coloured tracebacks, which nothing here prints
+    import structlog
 
 _FLUSH_SECONDS = 0.1
 _QUEUE_LINES = 100_000
