@@ -118,13 +118,13 @@ class _Watchdog:
     nothing is read meanwhile, is none.
     """
 
-    __slots__ = ("_limits", "_watchdogs", "connection", "due", "late", "loop", "waiting")
+    __slots__ = ("_limits", "_watchdogs", "begun", "connection", "due", "loop", "waiting")
 
     def __init__(self, limits: Limits, watchdogs: _Watchdogs) -> None:
         self.loop = asyncio.get_running_loop()
         self._limits = limits
         self._watchdogs = watchdogs
-        self.late = Failure.FIRST_TOKEN_TIMEOUT
+        self.begun = False
         self.waiting = True  # for the node, rather than for the client
         self.connection: Connection | None = None
         self.due = min(self.loop.time() + limits.first_token, limits.deadline)
@@ -132,7 +132,7 @@ class _Watchdog:
 
     def content(self) -> None:
         """From now on it is the gap between pieces that is limited."""
-        self.late = Failure.IDLE_TIMEOUT
+        self.begun = True
         self.touch()
 
     def touch(self) -> None:
@@ -146,9 +146,11 @@ class _Watchdog:
 
     def failure(self) -> NodeFailure:
         """Why it barks."""
-        late = Failure.DEADLINE if self.loop.time() >= self._limits.deadline else self.late
+        late = Failure.IDLE_TIMEOUT if self.begun else Failure.FIRST_TOKEN_TIMEOUT
+        if self.loop.time() >= self._limits.deadline:
+            late = Failure.DEADLINE
         # A node at work in mid-answer is not to blame when the whole request takes longer than it may.
-        blamed = self.late is Failure.FIRST_TOKEN_TIMEOUT or late is not Failure.DEADLINE
+        blamed = not (self.begun and late is Failure.DEADLINE)
         return NodeFailure(late, _TOO_LATE[late], counts=blamed)
 
     def look(self) -> None:
@@ -187,7 +189,7 @@ class NodeResponse:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""
         watchdog = self._watchdog
         watchdog.waiting = True
-        if watchdog.late is Failure.IDLE_TIMEOUT:
+        if watchdog.begun:
             watchdog.touch()
         try:
             data = await self._connection.read()
