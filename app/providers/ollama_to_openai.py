@@ -317,13 +317,11 @@ class _Chat:
         return [*rest, self._choice({}, reason, [])]
 
     def whole_choice(self, part: _Part, reason: str) -> Fields:
-        message = {
-            "role": "assistant",
-            "content": part.content,
-            **self._reasoning(part),
-            **self._called(part),
-        }
-        return {"index": 0, "message": message, "finish_reason": reason, **_chat_logprobs(part.logprobs)}
+        message: Fields = {"role": "assistant", "content": part.content}
+        if part.thinking or part.calls:
+            message |= self._reasoning(part) | self._called(part)
+        choice: Fields = {"index": 0, "message": message, "finish_reason": reason}
+        return choice | _chat_logprobs(part.logprobs) if part.logprobs else choice
 
     def _choice(self, delta: Fields, reason: str | None, logprobs: list[Fields]) -> Fields:
         role, self._role = self._role, {}
@@ -590,11 +588,10 @@ class _Generation(_Document):
         self.usage = _usage(fields)
         self.timings = _timings(fields)
         self.finish_reason = self._dialect.finish_reason(fields)
-        return {
-            **_header(self._call, self._dialect, self._dialect.document, fields),
-            "choices": [self._dialect.whole_choice(part, self.finish_reason)],
-            "usage": _usage_object(self.usage, fields),
-        }
+        document = _header(self._call, self._dialect, self._dialect.document, fields)
+        document["choices"] = [self._dialect.whole_choice(part, self.finish_reason)]
+        document["usage"] = _usage_object(self.usage, fields)
+        return document
 
 
 class _Embeddings(_Document):
