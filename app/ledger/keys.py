@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import RowMapping, Select, case, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.domain import Caller, Period, Priority
 from app.errors import LedgerUnavailable, Unauthorized
 from app.ledger import key as values
+from app.ledger.engines import AsyncConnection
 from app.ledger.key import Key, KeyNameTaken, KeyNotFound, Traits
 from app.ledger.store import Store
 from app.ledger.tables import keys

@@ -9,8 +9,8 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from sqlalchemy import Table, bindparam, false, literal_column, update
-from sqlalchemy.ext.asyncio import AsyncEngine
 
+from app.ledger.engines import AsyncEngine
 from app.ledger.rows import Batch, RequestRow, Settlement, SpendRow
 from app.ledger.sqlite_thread import Execute
 from app.ledger.tables import requests, spend
