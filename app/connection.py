@@ -9,7 +9,7 @@ come meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import httptools
@@ -45,13 +45,15 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
-        self._unread = 0
+        # For the parser, which looks for it when it is made. A stream has a piece for each of its events.
+        self.on_body: Callable[[bytes], None] = self._pieces.append
+        self._parser = httptools.HttpResponseParser(self)
+        self._unread = 0  # bytes, as they came
         self._paused = False
         self._rest: asyncio.TimerHandle | None = None
         self._heard_at = 0.0
@@ -65,9 +67,10 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._interim = False
         self._has_head = False
+        self._whole = 0  # pieces of the answer, once it is complete
         self.status = 0
         self.complete = False
-        self.moderate = False  # what follows is a stream, which may be read a little later where it is fast
+        self._moderate = False
 
     # -- for the owner
 
@@ -87,7 +90,10 @@ class Connection(asyncio.Protocol):
 
     def header(self, name: bytes) -> bytes | None:
         """One header of the answer, by its lower-case name."""
-        return next((value for field, value in self._fields if field.lower() == name), None)
+        for field, value in self._fields:
+            if field.lower() == name:
+                return value
+        return None
 
     def send(self, head: bytes, body: bytes) -> None:
         """Sends a request. Never waits: what the node does not take yet is kept."""
@@ -105,14 +111,14 @@ class Connection(asyncio.Protocol):
     async def head(self) -> None:
         """Waits until status and headers are there. Raises `ConnectionFailed`, or what `fail` was given."""
         while not self._has_head:
-            await self._wait()
+            await self._woken()
 
     async def read(self) -> bytes:
         """The next bytes of the body, b"" at its end. Raises `ConnectionFailed`, or what `fail` was given."""
         while not self._pieces:
             if self.complete:
                 return b""
-            await self._wait()
+            await self._woken()
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self._unread = 0
@@ -120,6 +126,11 @@ class Connection(asyncio.Protocol):
             self._paused = False
             self._read_on()
         return data
+
+    def moderate(self) -> None:
+        """What follows is a stream, which may be read a little later where it is fast. Its first piece has come now."""
+        self._moderate = True
+        self._heard_at = self.loop.time()
 
     @property
     def drained(self) -> bool:
@@ -137,18 +148,17 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
+    def _woken(self) -> asyncio.Future[None]:
+        """Done as soon as something has come. Raises what the exchange failed with."""
         if self._error is not None:
             raise self._error
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._waiter = self.loop.create_future()
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # -- from the event loop
 
@@ -173,22 +183,32 @@ class Connection(asyncio.Protocol):
                 self.fail(InvalidAnswer("invalid", heard=True))
         if self.complete:
             self._busy = False
-        elif self.moderate:
-            self._moderated()
+            del self._pieces[self._whole :]  # of an answer too many
+        else:
+            self._count_unread(data)
+            if self._moderate:
+                self._moderated()
         self._wake()
+
+    def _count_unread(self, data: bytes) -> None:
+        self._unread += len(data)
+        if self._unread > _UNREAD_BYTES_MAX and not self._paused and self._transport is not None:
+            self._paused = True
+            if self._rest is None:
+                self._transport.pause_reading()
 
     def _moderated(self) -> None:
         """Rests after a piece that came right after another one."""
-        now = self._loop.time()
+        now = self.loop.time()
         if now - self._heard_at < _FAST_SECONDS and self._rest is None and self._transport is not None:
-            self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
+            self._rest = self.loop.call_later(_REST_SECONDS, self._rested)
             if not self._paused:
                 self._transport.pause_reading()
         self._heard_at = now
 
     def _rested(self) -> None:
         self._rest = None
-        self._heard_at = self._loop.time()  # what waits there already came as fast as before
+        self._heard_at = self.loop.time()  # what waits there already came as fast as before
         self._read_on()
 
     def _read_on(self) -> None:
@@ -237,19 +257,10 @@ class Connection(asyncio.Protocol):
         self.status = status
         self._has_head = True
 
-    def on_body(self, piece: bytes) -> None:
-        if self.complete:
-            return
-        self._pieces.append(piece)
-        self._unread += len(piece)
-        if self._unread > _UNREAD_BYTES_MAX and not self._paused and self._transport is not None:
-            self._paused = True
-            if self._rest is None:
-                self._transport.pause_reading()
-
     def on_message_complete(self) -> None:
         if self._interim:
             self._interim = False
         elif not self.complete:
             self.complete = True
+            self._whole = len(self._pieces)
             self._keep_alive = self._keep_alive and self._parser.should_keep_alive()

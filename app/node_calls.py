@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import orjson
 
 from app.domain import Failure, NodeSpec
 from app.errors import HearthError, NodeFailure
+from app.lean_httpx import httpx
 from app.node_clients import Clients, why_no_tls
 from app.providers.urls import join
 from app.routing.registry import Node

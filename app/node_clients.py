@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Self
 from urllib.parse import urlsplit
 
-import httpx
-
 from app.domain import NodeSpec
+from app.lean_httpx import httpx
 from app.tls import Trust, nothing_trusted, trouble
 
 

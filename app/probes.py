@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import orjson
 
 from app.domain import LoadedModel, ModelInfo, NodeState
 from app.gauges import Gauges, Unanswered
+from app.lean_httpx import httpx
 from app.node_clients import Clients, causes, why_no_tls
 from app.providers.base import Health, Kind
 from app.providers.urls import join

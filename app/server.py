@@ -34,18 +34,22 @@ class _Cycle(RequestResponseCycle):
     what is not allowed there.
     """
 
+    _lines = False  # the answer's headers are `Lines`
     _head = b""  # what waits for the first bytes
 
     async def send(self, message: Any) -> None:
-        if self._head:
-            await self._send_first(message)
+        if self._lines and not self.response_complete:
+            if self.flow.write_paused and not self.disconnected:
+                await self.flow.drain()
+            if not self.disconnected:
+                self._write(message.get("body", b""), message.get("more_body", False))
         elif self.response_started or type(message.get("headers")) is not Lines:
             await super().send(message)
         elif not self.disconnected:
             self._hold(message["status"], message["headers"])
 
     def _hold(self, status: int, headers: Lines) -> None:
-        self.response_started = True
+        self.response_started = self._lines = True
         self.waiting_for_100_continue = False
         head = [STATUS_LINE[status]]
         for name, value in self.default_headers:
@@ -58,13 +62,8 @@ class _Cycle(RequestResponseCycle):
         head.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         self._head = b"".join(head)
 
-    async def _send_first(self, message: Any) -> None:
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+    def _write(self, body: bytes, more: bool) -> None:
         head, self._head = self._head, b""
-        if self.disconnected:
-            return
-        body, more = message.get("body", b""), message.get("more_body", False)
         if self.chunked_encoding:
             chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             self.transport.write(head + chunk + (b"" if more else b"0\r\n\r\n"))
@@ -95,7 +94,7 @@ class BoundedHttp(HttpToolsProtocol):
     _idle_since: float | None = None  # on the loop's clock; None = at work
 
     def data_received(self, data: bytes) -> None:
-        if (self.cycle is None or self.cycle.response_complete) and b"\r\n\r\n" not in data:
+        if (self.cycle is None or self.cycle.response_complete) and data.find(b"\r\n\r\n") < 0:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.transport.write(_TOO_LONG)

@@ -68,7 +68,9 @@ class Treasury:
         self._store = Store(url)
         self._prices = PriceBook(settings.cloud_prices)
         self._writer = Writer(
-            self._store, on_trouble, on_written=lambda rows: on_saved((row.node, row.saved) for row in rows)
+            self._store,
+            on_trouble,
+            on_written=lambda rows: on_saved([(row.node, row.saved) for row in rows if row.saved]),
         )
         self._meter = self._make_meter(settings, link)
         self._stack = AsyncExitStack()

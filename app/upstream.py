@@ -118,43 +118,45 @@ class _Watchdog:
     nothing is read meanwhile, is none.
     """
 
-    __slots__ = ("_limits", "_loop", "_watchdogs", "connection", "due", "late", "waiting")
+    __slots__ = ("_limits", "_watchdogs", "begun", "connection", "due", "loop", "waiting")
 
     def __init__(self, limits: Limits, watchdogs: _Watchdogs) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._limits = limits
         self._watchdogs = watchdogs
-        self.late = Failure.FIRST_TOKEN_TIMEOUT
+        self.begun = False
         self.waiting = True  # for the node, rather than for the client
         self.connection: Connection | None = None
-        self.due = min(self._loop.time() + limits.first_token, limits.deadline)
+        self.due = min(self.loop.time() + limits.first_token, limits.deadline)
         watchdogs.add(self)
 
     def content(self) -> None:
         """From now on it is the gap between pieces that is limited."""
-        self.late = Failure.IDLE_TIMEOUT
+        self.begun = True
         self.touch()
 
     def touch(self) -> None:
-        self.due = min(self._loop.time() + self._limits.idle, self._limits.deadline)
+        self.due = min(self.loop.time() + self._limits.idle, self._limits.deadline)
 
     def seconds_left(self) -> float:
-        return self.due - self._loop.time()
+        return self.due - self.loop.time()
 
     def stop(self) -> None:
         self._watchdogs.discard(self)
 
     def failure(self) -> NodeFailure:
         """Why it barks."""
-        late = Failure.DEADLINE if self._loop.time() >= self._limits.deadline else self.late
+        late = Failure.IDLE_TIMEOUT if self.begun else Failure.FIRST_TOKEN_TIMEOUT
+        if self.loop.time() >= self._limits.deadline:
+            late = Failure.DEADLINE
         # A node at work in mid-answer is not to blame when the whole request takes longer than it may.
-        blamed = self.late is Failure.FIRST_TOKEN_TIMEOUT or late is not Failure.DEADLINE
+        blamed = not (self.begun and late is Failure.DEADLINE)
         return NodeFailure(late, _TOO_LATE[late], counts=blamed)
 
     def look(self) -> None:
         if not self.waiting:
             self.touch()
-        if self.connection is not None and self._loop.time() >= self.due:
+        if self.connection is not None and self.loop.time() >= self.due:
             self.connection.fail(self.failure())
             self.stop()
 
@@ -180,13 +182,14 @@ class NodeResponse:
         """Content has come: from now on it is the gap between pieces that is limited."""
         if not self.at_end:
             self._watchdog.content()
-            self._connection.moderate = stream
+            if stream:
+                self._connection.moderate()
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""
         watchdog = self._watchdog
         watchdog.waiting = True
-        if watchdog.late is Failure.IDLE_TIMEOUT:
+        if watchdog.begun:
             watchdog.touch()
         try:
             data = await self._connection.read()
@@ -287,7 +290,7 @@ class Upstream:
 
     async def _exchange(self, target: Target, head: bytes, body: bytes, watchdog: _Watchdog) -> Connection:
         """The connection on which the answer has begun."""
-        kept = self._take(target)
+        kept = self._take(target, watchdog.loop.time())
         if kept is not None:
             try:
                 return await self._ask(kept, head, body, watchdog)
@@ -314,9 +317,9 @@ class Upstream:
 
     # -- the pool
 
-    def _take(self, target: Target) -> Connection | None:
+    def _take(self, target: Target, now: float) -> Connection | None:
         """A connection that is idle, the one used last first."""
-        oldest = asyncio.get_running_loop().time() - _KEEPALIVE_SECONDS
+        oldest = now - _KEEPALIVE_SECONDS
         while target.idle:
             connection = target.idle.pop()
             if connection.reusable and connection.idle_since > oldest:
@@ -329,11 +332,10 @@ class Upstream:
         if not (connection.reusable and connection.drained):
             self._discard(connection)
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
+        connection.idle_since = connection.loop.time()
         target.idle.append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(_SWEEP_SECONDS, self._sweep)
+            self._sweeper = connection.loop.call_later(_SWEEP_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
         """Closes what has been idle for long."""

@@ -12,11 +12,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
 import orjson
 
 from app.doctor.facts import Trouble
 from app.domain import NodeSpec
+from app.lean_httpx import httpx
 from app.node_clients import Clients, causes
 from app.providers.urls import join
 from app.tls import OTHER_NAME, OUT_OF_DATE, UnusableCaFile

@@ -111,8 +111,7 @@ class WatchStarts:
         self._waiting: deque[tuple[float, ClientWatch]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, watch: ClientWatch) -> None:
-        loop = asyncio.get_running_loop()
+    def add(self, watch: ClientWatch, loop: asyncio.AbstractEventLoop) -> None:
         self._waiting.append((loop.time() + _WATCH_AFTER_SECONDS, watch))
         if self._timer is None:
             self._timer = loop.call_later(_WATCH_AFTER_SECONDS, self._begin_those_due)
@@ -142,8 +141,9 @@ class ClientWatch:
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> ClientWatch:
-        self._task = asyncio.current_task()
-        self._starts.add(self)
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        self._starts.add(self, task.get_loop())
         return self
 
     def begin(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
@@ -105,7 +105,8 @@ class Inference:
         try:
             request = await self._read(scope, receive, exchange)
             with ClientWatch(receive, self._watch_starts) as watch:
-                reply = await self._dispatch(request, exchange)
+                dispatching = self._dispatcher.dispatch(request, exchange.trail)
+                reply = await (dispatching if self._keep_alive is None else self._kept_alive(dispatching, exchange))
                 try:
                     await (exchange.relay(reply, watch) if reply.over else _in_time(exchange, reply, watch))
                 finally:
@@ -127,11 +128,11 @@ class Inference:
             for report in self._reports:
                 report(ended)
 
-    async def _dispatch(self, request: Request, exchange: _Exchange) -> Reply:
-        if self._keep_alive is None or not request.stream:
-            return await self._dispatcher.dispatch(request, exchange.trail)
+    async def _kept_alive(self, dispatching: Awaitable[Reply], exchange: _Exchange) -> Reply:
+        if self._keep_alive is None or exchange.request is None or not exchange.request.stream:
+            return await dispatching
         async with self._keep_alive.during(exchange.trail, exchange.keep_alive):
-            return await self._dispatcher.dispatch(request, exchange.trail)
+            return await dispatching
 
     def _trace(self, exchange: _Exchange, path: str) -> None:
         """Lets all that is said of the request be found together."""
@@ -174,14 +175,18 @@ class Inference:
         exchange.request = request
         if caller.routes:
             check_route(caller, request.model)
-        if caller.rate is not None:
-            exchange.counted_tokens, exchange.limits = self._turnstile.enter(request, caller.rate)
+        rate = caller.rate
+        if rate is not None:
+            exchange.counted_tokens, exchange.limits = self._turnstile.enter(request, caller.id, rate)
         return request
 
     def _leave(self, exchange: _Exchange) -> None:
-        request = exchange.request
-        if request is not None and request.caller.rate is not None:
-            self._turnstile.leave(request, request.caller.rate, exchange.counted_tokens, exchange.trail.usage)
+        if exchange.request is None:
+            return
+        caller = exchange.request.caller
+        rate = caller.rate
+        if rate is not None:
+            self._turnstile.leave(caller.id, rate, exchange.counted_tokens, exchange.trail.usage)
 
 
 class _Exchange:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.domain import Rate, Request, Usage
-from app.errors import RateLimited
-from app.sharing.limits import Limits, Verdict
+from app.sharing.limits import Limits
 
 _SMALL_BYTES = 16 * 1024
 _BYTES = 4  # a token has about so many
+_NONE = Usage(0, 0)
 
 
 class Turnstile:
@@ -19,29 +19,17 @@ class Turnstile:
         self._limits = limits
         self._estimate = estimate
 
-    def enter(self, request: Request, rate: Rate) -> tuple[int, bytes]:
+    def enter(self, request: Request, caller_id: str, rate: Rate) -> tuple[int, bytes]:
         """The tokens that were counted for it, and headers for the client, as lines. Raises `RateLimited`."""
-        tokens = 0 if rate.tokens_per_minute is None else self._tokens(request)
-        verdict = self._limits.take(request.caller.id, rate, tokens)
-        if not verdict.allowed:
-            raise _limited(verdict)
-        return tokens, verdict.header_lines()
+        _, per_token = rate
+        tokens = 0
+        if per_token is not None:
+            size = len(request.body)
+            # Of a small body its length tells enough.
+            tokens = size // _BYTES if size < _SMALL_BYTES else self._estimate(request)
+        return tokens, self._limits.take(caller_id, rate, tokens)
 
-    def _tokens(self, request: Request) -> int:
-        """About how many the prompt has; of a small body its length tells enough."""
-        size = len(request.body)
-        return size // _BYTES if size < _SMALL_BYTES else self._estimate(request)
-
-    def leave(self, request: Request, rate: Rate, counted: int, usage: Usage | None) -> None:
+    def leave(self, caller_id: str, rate: Rate, counted: int, usage: Usage | None) -> None:
         """Corrects the count by what the request came to; one that took nothing gives its tokens back."""
-        took = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
-        self._limits.settle(request.caller.id, rate, took - counted)
-
-
-def _limited(verdict: Verdict) -> RateLimited:
-    limit = verdict.limit_requests if verdict.why == "requests" else verdict.limit_tokens
-    return RateLimited(
-        f"this API key may use {limit} {verdict.why} a minute; try again in {verdict.retry_after_seconds:.1f} s",
-        retry_after_seconds=verdict.retry_after_seconds,
-        header_lines=verdict.header_lines(),
-    )
+        prompt, completion, _ = usage or _NONE
+        self._limits.settle(caller_id, rate, prompt + completion - counted)

@@ -55,15 +55,20 @@ class Bookkeeper:
 
     def __call__(self, ended: Ended) -> None:
         """Takes a request that is over. One that never reached a route has no row."""
-        request, trail = ended.request, ended.trail
-        if request is None or not trail.routed:
+        request, request_id, operation, trail, outcome, error, seconds = ended
+        if request is None or not trail.route:
             return
-        usage, estimated = self._usage(request, trail)
-        local = trail.tier == LOCAL_TIER and bool(trail.node)
-        cost = trail.cost + (self._local_cost(trail, usage) if local else 0)
+        usage, estimated = trail.usage, False
+        if usage is None:
+            usage, estimated = self._guess(request, trail)
+        else:
+            self._estimator.learn(request, usage)
+        local = trail.tier == LOCAL_TIER and trail.node != ""
+        cost, spec = trail.cost, trail.spec
+        if local and spec is not None and spec.price is not None:
+            cost += self._local_cost(spec, trail.model, usage)
         if cost or estimated:
             self._on_figures(trail, usage, estimated, cost)
-        _, request_id, operation, _, outcome, error, seconds = ended
         end = (time.time(), seconds, operation, outcome, "" if error is None else _code(ended))
         instead = request.model if local and outcome is Outcome.OK else None
         # Made when it is written, with many others: here, between other things, it would take twice as long.
@@ -89,12 +94,12 @@ class Bookkeeper:
             round((now - seconds) * 1000),
             self._instance,
             key,
-            operation,
+            str(operation),  # databases' drivers are slow to find out what an enum's member is
             trail.route,
             trail.model,
             trail.node,
             trail.tier,
-            outcome,
+            str(outcome),
             code,
             trail.fallback,
             trail.tried,
@@ -108,13 +113,10 @@ class Bookkeeper:
             None if first_content is None else round((first_content - trail.started) * 1000),
             round(seconds * 1000),
         )
-        return RequestRow._make(values)
+        return tuple.__new__(RequestRow, values)  # `_make` would count them, which costs as much again
 
-    def _usage(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
-        """What the node counted, or a guess; and whether it is one."""
-        if trail.usage is not None:
-            self._estimator.learn(request, trail.usage)
-            return trail.usage, False
+    def _guess(self, request: Request, trail: Trail) -> tuple[Usage, bool]:
+        """What it took, where no node counted; and whether it took anything."""
         if trail.first_content is None:
             return _NONE, False
         return Usage(self._estimator.estimate_prompt(request), self._written(request, trail)), True
@@ -124,12 +126,9 @@ class Bookkeeper:
             return trail.events
         return self._estimator.estimate_text(request.model, trail.document_bytes)
 
-    def _local_cost(self, trail: Trail, usage: Usage) -> int:
+    def _local_cost(self, spec: NodeSpec, model: str, usage: Usage) -> int:
         """By the operator's figure."""
-        spec = trail.spec
-        if spec is None or spec.price is None:
-            return 0
-        tariff = self._prices.known(spec, trail.model)
+        tariff = self._prices.known(spec, model)
         return 0 if tariff is None else tariff.cost(usage)
 
     def _saved(self, model: str, usage: Usage) -> int:

@@ -15,9 +15,9 @@ from urllib.parse import parse_qs, urlsplit
 from sqlalchemy import URL, Connection, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from app.errors import LedgerUnavailable
+from app.ledger.engines import AsyncConnection, AsyncEngine, create_async_engine
 from app.ledger.sqlite_thread import Execute, SqliteThread
 
 _POSTGRES = re.compile(r"postgres(ql)?(\+\w+)?(?=://)", re.IGNORECASE)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.errors import LedgerUnavailable
 from app.ledger.database import database, in_a_line
+from app.ledger.engines import AsyncConnection
 from app.ledger.migrations import HEAD, revision_of
 from app.ledger.tables import spend
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import RowMapping, Select, case, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.domain import Caller, Period, Priority
 from app.errors import LedgerUnavailable, Unauthorized
 from app.ledger import key as values
+from app.ledger.engines import AsyncConnection
 from app.ledger.key import Key, KeyNameTaken, KeyNotFound, Traits
 from app.ledger.store import Store
 from app.ledger.tables import keys
@@ -69,17 +69,12 @@ class KeyBook:
         self._store = store
         self._on_trouble = on_trouble
         self._clock = clock
+        # Whether there is a key, so that nobody may ask without one. A disabled key counts too: to disable the last one
+        # must not open the gateway to everybody.
+        self.required = True
         self._known: Mapping[bytes, _Known] = {}
         self._state: _State | None = None
         self._reading = asyncio.Lock()
-
-    @property
-    def required(self) -> bool:
-        """Whether there is a key, so that nobody may ask without one.
-
-        A disabled key counts too: to disable the last one must not open the gateway to everybody.
-        """
-        return self._state is None or bool(self._known)
 
     def caller_of(self, digest: bytes) -> Caller | None:
         """Whose key has this SHA-256. Raises `Unauthorized` for a known key that has expired or is disabled."""
@@ -188,6 +183,7 @@ class KeyBook:
                         changes += key.changed_at
                         known[bytes.fromhex(row["digest"])] = _Known(key.caller(), key.expires_at, key.disabled)
             self._known = known
+            self.required = bool(known)
             self._state = _State(len(known), changes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -61,22 +61,9 @@ class Settlement(NamedTuple):
     settled_at: int
 
 
-Row = RequestRow | SpendRow | Settlement
-
-
 class Batch(NamedTuple):
     """Rows that are written in one transaction: first what was opened, then what was settled."""
 
     requests: Sequence[RequestRow] = ()
     opened: Sequence[SpendRow] = ()
     settled: Sequence[Settlement] = ()
-
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> Batch:
-        batch: tuple[list[RequestRow], list[SpendRow], list[Settlement]] = [], [], []
-        for row in rows:
-            batch[_PLACES[type(row)]].append(row)  # type: ignore[arg-type]
-        return cls(*batch)
-
-
-_PLACES = {RequestRow: 0, SpendRow: 1, Settlement: 2}

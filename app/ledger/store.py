@@ -12,11 +12,11 @@ from typing import Self
 
 from sqlalchemy import case, func, select, true, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import ColumnElement, Update
 
 from app.errors import LedgerRefused, LedgerUnavailable
 from app.ledger.database import database, in_a_line
+from app.ledger.engines import AsyncConnection, AsyncEngine
 from app.ledger.inspection import lost_sums
 from app.ledger.migrations import HEAD, NewerTables, revision_of, upgrade
 from app.ledger.rows import Batch

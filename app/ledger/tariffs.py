@@ -34,11 +34,11 @@ class Tariff:
 
     def cost(self, usage: Usage) -> int:
         """What this took, rounded half up. Tokens from a cache count once, at their own price."""
-        cached = min(usage.cached_tokens, usage.prompt_tokens)
-        step = self._step(usage.prompt_tokens)
-        parts = (
-            (usage.prompt_tokens - cached) * step.input + cached * step.cached + usage.completion_tokens * step.output
-        )
+        prompt, completion, cached = usage
+        if cached > prompt:
+            cached = prompt
+        _, input_price, output_price, cached_price = self._step(prompt)
+        parts = (prompt - cached) * input_price + cached * cached_price + completion * output_price
         return self.fee + (parts + _MILLION // 2) // _MILLION
 
     def at_most(self, prompt_tokens: int, completion_tokens: int) -> int:

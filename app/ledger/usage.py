@@ -24,10 +24,10 @@ from sqlalchemy import (
     select,
     union_all,
 )
-from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.elements import ColumnElement
 
 from app.domain import LOCAL_TIER, Budget, Outcome, Period, tier_name
+from app.ledger.engines import AsyncConnection
 from app.ledger.report import BudgetState, Dimension, LostSpend, Query, Report, Sums, UsageLine, fold
 from app.ledger.span import DAY_MS, Span, day_of, period_span
 from app.ledger.store import Store

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol, Self
 
@@ -40,6 +40,9 @@ class _Opening(NamedTuple):
     done: asyncio.Future[None]
 
 
+_Money = _Opening | Settlement
+
+
 class Writer:
     """The writer of one process. Used with `async with`, or `start` and `close`.
 
@@ -64,7 +67,7 @@ class Writer:
         self._limit = limit
         self._close_seconds = close_seconds
         self._requests: deque[MakeRow] = deque()
-        self._money: deque[_Opening | Settlement] = deque()  # in order: a row is opened before it is settled
+        self._money: deque[_Money] = deque()  # in order: a row is opened before it is settled
         self._some = asyncio.Event()  # there is something to write
         self._now = asyncio.Event()  # and somebody waits for it
         self._down: LedgerUnavailable | None = None
@@ -116,8 +119,9 @@ class Writer:
         if len(self._requests) >= self._limit:
             self._drop(1)
             return
+        if not self._requests:
+            self._some.set()  # it stays set until nothing is left
         self._requests.append(make)
-        self._some.set()
 
     def settle(self, settlement: Settlement) -> None:
         """Takes what an attempt came to. One whose row is not there is written without effect."""
@@ -177,7 +181,7 @@ class Writer:
             money = list(islice(self._money, _BATCH_ROWS))
             rows = [make() for make in islice(self._requests, _BATCH_ROWS - len(money))]
             full = len(money) + len(rows) == _BATCH_ROWS
-            await self._write([*money, *rows])
+            await self._write(money, rows)
             # They leave the queue now, and not before: until here any fault leaves everything in place.
             for _ in money:
                 self._money.popleft()
@@ -185,23 +189,22 @@ class Writer:
                 self._requests.popleft()
             self._on_written(rows)
 
-    async def _write(self, entries: Sequence[_Opening | Settlement | RequestRow]) -> None:
+    async def _write(self, money: Sequence[_Money], rows: Sequence[RequestRow]) -> None:
         """Writes them in one transaction, or, where the database refuses some, all but those."""
         try:
-            await self._ledger.write(_batch(entries))
+            await self._ledger.write(_batch(money, rows))
         except LedgerRefused as error:
-            if len(entries) > 1:
-                middle = len(entries) // 2
-                await self._write(entries[:middle])
-                await self._write(entries[middle:])
+            if len(money) + len(rows) > 1:
+                for part in _parts(money, rows):
+                    await self._write(*part)
             else:
-                self._refused(entries[0], error)
+                self._refused((*money, *rows)[0], error)
         else:
-            for entry in entries:
+            for entry in money:
                 if isinstance(entry, _Opening) and not entry.done.done():
                     entry.done.set_result(None)
 
-    def _refused(self, entry: _Opening | Settlement | RequestRow, error: LedgerRefused) -> None:
+    def _refused(self, entry: _Money | RequestRow, error: LedgerRefused) -> None:
         if isinstance(entry, _Opening):
             _fail(entry, error)
             return
@@ -246,8 +249,22 @@ class Writer:
             self._told_at, self._untold = now, 0
 
 
-def _batch(entries: Iterable[_Opening | Settlement | RequestRow]) -> Batch:
-    return Batch.of(entry.row if isinstance(entry, _Opening) else entry for entry in entries)
+def _batch(money: Sequence[_Money], rows: Sequence[RequestRow]) -> Batch:
+    opened = [entry.row for entry in money if isinstance(entry, _Opening)]
+    return Batch(rows, opened, [entry for entry in money if isinstance(entry, Settlement)])
+
+
+def _parts(
+    money: Sequence[_Money], rows: Sequence[RequestRow]
+) -> Iterator[tuple[Sequence[_Money], Sequence[RequestRow]]]:
+    """All that there is in two parts, in its order."""
+    if money and rows:
+        yield money, []
+        yield [], rows
+        return
+    middle = (len(money) + len(rows)) // 2
+    yield money[:middle], rows[:middle]
+    yield money[middle:], rows[middle:]
 
 
 def _fail(opening: _Opening, error: LedgerUnavailable) -> None:

@@ -103,7 +103,9 @@ def _text(fields: Fields, key: str) -> str:
 
 
 def _logprobs(fields: Fields) -> list[Fields]:
-    logprobs = fields.get("logprobs") or []
+    logprobs = fields.get("logprobs")
+    if not logprobs:
+        return []
     if not isinstance(logprobs, list) or not all(isinstance(entry, dict) for entry in logprobs):
         raise _malformed("logprobs that are no list of objects")
     return logprobs
@@ -129,14 +131,15 @@ def _usage(fields: Fields) -> Usage | None:
 
 def _timings(fields: Fields) -> Timings | None:
     """What the node says that it took, in nanoseconds; zeros are left out."""
-    load, prefill, decode = fields.get("load_duration"), fields.get("prompt_eval_duration"), fields.get("eval_duration")
+    load = _seconds(fields.get("load_duration"))
+    prefill = _seconds(fields.get("prompt_eval_duration"))
+    decode = _seconds(fields.get("eval_duration"))
     if load is None and prefill is None and decode is None:
         return None
     # Newer versions say how much of the prompt they had. They leave out a zero, as older ones do all of it.
     cached = _count(fields, "prompt_eval_cached_count") or None
     read = None if cached is None else max(0, _count(fields, "prompt_eval_count") - cached)
-    timings = Timings(_seconds(load), _seconds(prefill), _seconds(decode), read, cached)
-    return timings if any(timings[:3]) else None
+    return Timings(load, prefill, decode, read, cached)
 
 
 def _seconds(nanoseconds: Any) -> float | None:
@@ -314,13 +317,11 @@ class _Chat:
         return [*rest, self._choice({}, reason, [])]
 
     def whole_choice(self, part: _Part, reason: str) -> Fields:
-        message = {
-            "role": "assistant",
-            "content": part.content,
-            **self._reasoning(part),
-            **self._called(part),
-        }
-        return {"index": 0, "message": message, "finish_reason": reason, **_chat_logprobs(part.logprobs)}
+        message: Fields = {"role": "assistant", "content": part.content}
+        if part.thinking or part.calls:
+            message |= self._reasoning(part) | self._called(part)
+        choice: Fields = {"index": 0, "message": message, "finish_reason": reason}
+        return choice | _chat_logprobs(part.logprobs) if part.logprobs else choice
 
     def _choice(self, delta: Fields, reason: str | None, logprobs: list[Fields]) -> Fields:
         role, self._role = self._role, {}
@@ -543,18 +544,21 @@ class _Document:
         self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self._call = call
-        self._body = bytearray()
+        self._parts: list[bytes] = []
+        self._size = 0
 
     def feed(self, data: bytes) -> bytes:
         """Keeps the bytes; the client gets nothing before `finish`."""
-        self._body += data
-        if len(self._body) > MAX_DOCUMENT_BYTES:
+        self._size += len(data)
+        if self._size > MAX_DOCUMENT_BYTES:
             raise _malformed("an answer of more than 128 MiB")
+        self._parts.append(data)
         return b""
 
     def finish(self) -> bytes:
         """The whole document for the client."""
-        body = bytes(self._body)
+        body = b"".join(self._parts)
+        self._parts.clear()
         if not body.strip():
             raise NodeFailure(Failure.EMPTY, "the node sent an empty answer")
         fields = _decoded(body, last=True)
@@ -584,11 +588,10 @@ class _Generation(_Document):
         self.usage = _usage(fields)
         self.timings = _timings(fields)
         self.finish_reason = self._dialect.finish_reason(fields)
-        return {
-            **_header(self._call, self._dialect, self._dialect.document, fields),
-            "choices": [self._dialect.whole_choice(part, self.finish_reason)],
-            "usage": _usage_object(self.usage, fields),
-        }
+        document = _header(self._call, self._dialect, self._dialect.document, fields)
+        document["choices"] = [self._dialect.whole_choice(part, self.finish_reason)]
+        document["usage"] = _usage_object(self.usage, fields)
+        return document
 
 
 class _Embeddings(_Document):

@@ -8,6 +8,7 @@ came before is returned first: `ended` is set, and the next `feed` or `finish` r
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -63,7 +64,7 @@ class EventStream:
         self.finish_reason: str | None = None
         self.dropped = 0
         self._request = request
-        self._name = orjson.dumps(request.model)
+        self._name = _quoted(request.model)
         self._choices = choices
         self._watched = _watched(request, both_reasoning_names)
         self._expected = _expected_choices(request)
@@ -205,9 +206,8 @@ class EventStream:
             return start
         end = len(events)
         for mark in (b'"error"', self._finish_mark, self._usage_mark, b"[DONE]", *self._watched):
-            found = events.find(mark, start, end)
-            if found >= 0:
-                end = found
+            if events.rfind(mark, start, end) >= 0:
+                end = events.find(mark, start, end)
         return end if end == len(events) else _end_of_events(events, start, end) or start
 
     def _renamed(self, events: bytes) -> bytes:
@@ -317,6 +317,12 @@ class EventStream:
         if "model" in document:
             document["model"] = self._request.model
         return b"data: " + encoded(document) + b"\n\n"
+
+
+@lru_cache(maxsize=64)
+def _quoted(name: str) -> bytes:
+    """One for all streams, as what orjson writes takes 4 KiB for as long as it is kept."""
+    return orjson.dumps(name)
 
 
 def _watched(request: Request, both_reasoning_names: bool) -> tuple[bytes, ...]:

@@ -214,10 +214,10 @@ _OPTIONS = (
     _Option("max_completion_tokens", "num_predict", INTEGER),  # OpenAI deprecated max_tokens in its favour
 )
 
+_OPTION_FIELDS = frozenset(option.field for option in _OPTIONS)
+
 # Fields that mean nothing else to Ollama than that.
-_PLAIN = frozenset(
-    {"model", "messages", "stream", "stream_options", "user", "stop", *(option.field for option in _OPTIONS)}
-)
+_PLAIN = frozenset({"model", "messages", "stream", "stream_options", "user", "stop"}) | _OPTION_FIELDS
 
 # Another value of one of these makes Ollama load the model anew, which stops everyone else who uses it.
 _LOAD_OPTIONS = frozenset(
@@ -239,15 +239,18 @@ def _options(call: Call, sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
-    sampling = {}
-    for field, option, type_ in _OPTIONS:
-        value = _field(fields, field, type_) if field in fields else None
-        if value is not None:
-            sampling[option] = value
-    stop = _stop(fields)
-    if stop:
+    sampling = {} if _OPTION_FIELDS.isdisjoint(fields) else _given_options(fields)
+    if "stop" in fields and (stop := _stop(fields)):
         sampling["stop"] = stop
     return sampling
+
+
+def _given_options(fields: Fields) -> dict[str, Any]:
+    options = {}
+    for row in _OPTIONS:
+        if row.field in fields and (value := _field(fields, row.field, row.type)) is not None:
+            options[row.option] = value
+    return options
 
 
 def _stop(fields: Fields) -> list[str]:

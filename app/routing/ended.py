@@ -10,6 +10,8 @@ from app.domain import Operation, Outcome, Request
 from app.errors import HearthError, NodeFailure
 from app.routing.trail import Trail
 
+_OK = HTTPStatus.OK.value
+
 
 class Ended(NamedTuple):
     """One request and what it came to. Everybody is told the same: a report must not change the trail."""
@@ -25,10 +27,9 @@ class Ended(NamedTuple):
     @property
     def status(self) -> int | None:
         """Of the answer; None when the client left before there was one. What breaks later does so after a 200."""
-        trail = self.trail
-        began = self.outcome is Outcome.OK or trail.first_content is not None or trail.kept_alive
-        if began or isinstance(self.error, NodeFailure):
-            return HTTPStatus.OK.value
+        trail, ok = self.trail, self.outcome is Outcome.OK
+        if ok or trail.first_content is not None or trail.kept_alive or isinstance(self.error, NodeFailure):
+            return _OK
         return None if self.error is None else self.error.status
 
     @property

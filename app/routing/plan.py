@@ -113,8 +113,8 @@ class Plan:
     def local(self) -> list[Candidate]:
         if self.route.local is None:
             return []
-        serving = self._registry.serving(self.route.local)
-        return self.open(each for each in serving if each.node.spec.role is Role.HYBRID)
+        whole = Role.HYBRID
+        return self.open([each for each in self._registry.serving(self.route.local) if each.node.spec.role is whole])
 
     def open(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Those that may still be asked."""

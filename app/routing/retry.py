@@ -22,7 +22,6 @@ from typing import Protocol, Self
 
 from tenacity import (
     AsyncRetrying,
-    AttemptManager,
     DoSleep,
     RetryCallState,
     retry_if_exception_type,
@@ -62,25 +61,30 @@ class Prospects(Protocol):
         ...
 
 
-class Attempt(AttemptManager):
-    """One pass of the loop.
+class Attempt:
+    """One pass of the loop: takes note of a node's failure. All else passes through, and ends the loop.
 
-    tenacity would also catch and raise again what is no failure of a node, and keep the result of a success, at a
-    cost, for nobody.
+    tenacity's own would also catch and raise again what is no failure of a node, and keep the result of a success, at
+    a cost, for nobody.
     """
 
-    ended = False
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: NodeFailure | None = None
+
+    def __enter__(self) -> None: ...
 
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
         exc_value: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool | None:
+    ) -> bool:
         if not isinstance(exc_value, NodeFailure):
-            self.ended = True
-            return None
-        return super().__exit__(exc_type, exc_value, traceback)
+            return False
+        self.failure = exc_value
+        return True
 
 
 class Pace:
@@ -123,16 +127,17 @@ def _backoff(waits: int) -> float:
 
 
 class Attempts:
-    """The attempts of one request."""
+    """The attempts of one request. tenacity has a state of them only once something has failed."""
 
-    __slots__ = ("_last", "_most", "_retrying", "_sleep", "_state")
+    __slots__ = ("_last", "_made", "_most", "_prospects", "_retrying", "_sleep", "_state")
 
     def __init__(self, retrying: AsyncRetrying, sleep: Sleep, prospects: Prospects, made: int, most: int) -> None:
         self._retrying = retrying
         self._sleep = sleep
-        self._state = RetryCallState(retrying, None, (Pace(prospects),), {})
-        self._state.attempt_number += made
+        self._prospects = prospects
+        self._made = made
         self._most = most
+        self._state: RetryCallState | None = None
         self._last: Attempt | None = None
 
     def __aiter__(self) -> Self:
@@ -140,21 +145,28 @@ class Attempts:
 
     async def __anext__(self) -> Attempt:
         if self._last is not None:
-            if self._last.ended:
+            if self._last.failure is None:
                 raise StopAsyncIteration
-            await self._go_on()
-        elif self._state.attempt_number > self._most:
+            await self._go_on(self._last.failure)
+        elif self._made >= self._most:
             raise StopAsyncIteration
-        self._last = Attempt(self._state)
+        self._last = Attempt()
         return self._last
 
-    async def _go_on(self) -> None:
+    def _new_state(self) -> RetryCallState:
+        state = RetryCallState(self._retrying, None, (Pace(self._prospects),), {})
+        state.attempt_number += self._made
+        return state
+
+    async def _go_on(self, failure: NodeFailure) -> None:
+        self._state = state = self._state or self._new_state()
+        state.set_exception((type(failure), failure, failure.__traceback__))
         # tenacity counts in statistics that it expects to exist, per thread; nobody reads them.
         self._retrying.begin()
-        decision = await self._retrying.iter(self._state)
+        decision = await self._retrying.iter(state)
         if not isinstance(decision, DoSleep):
             raise StopAsyncIteration
-        self._state.prepare_for_next_attempt()
+        state.prepare_for_next_attempt()
         if decision > 0:
             await self._sleep(decision)
 

@@ -55,7 +55,7 @@ class Trail:
         """The request's id in the ledger. Hearth's own, as clients may use theirs twice."""
         if not self._row:
             # In the order of time, so that the ledger's index grows at its end: the larger it is, the cheaper this is.
-            self._row = f"{time.time_ns():x}{random.getrandbits(32):08x}"
+            self._row = f"{time.time_ns() << 32 | random.getrandbits(32):x}"
         return self._row
 
     @property

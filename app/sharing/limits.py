@@ -14,73 +14,97 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import orjson
 
 from app.domain import Rate
+from app.errors import RateLimited
 
 if TYPE_CHECKING:
     from app.sharing.link import Link
 
 _MINUTE = 60.0
-_ROUNDING_SECONDS = 1e-5
+_FULL_SECONDS = _MINUTE + 1e-5  # for rounding
 _CALLERS = 10_000
 _PUBLISH_SECONDS = 0.1
 _CHANNEL = "hearth:limits"
-_REQUESTS, _TOKENS = (
-    b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n" % ((of,) * 3)
-    for of in (b"requests", b"tokens")
-)
-_BOTH = _REQUESTS + _TOKENS
+_HEADERS = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
 
 
-class Verdict(NamedTuple):
-    """Whether a request may go on, and how its caller stands now. A limit that is None does not exist.
+class _Bucket:
+    """One limit of one caller, by when it will be empty, and what was taken since it was last published.
 
-    `reset` is when nothing counts any more; `retry_after_seconds` is 0 when allowed.
+    A `limit` that is None does not exist.
     """
 
-    allowed: bool
-    retry_after_seconds: float = 0.0
-    why: str = ""  # "requests" or "tokens" when it is not allowed
-    limit_requests: int | None = None
-    reset_requests_seconds: float = 0.0
-    limit_tokens: int | None = None
-    reset_tokens_seconds: float = 0.0
+    __slots__ = ("_each_seconds", "_headers", "_limit", "_most_seconds", "empty_at", "taken")
 
-    @property
-    def remaining_requests(self) -> int:
-        return _remaining(self.limit_requests, self.reset_requests_seconds)
+    def __init__(self) -> None:
+        self.empty_at = 0.0
+        self.taken = 0
+        self.limit(b"", None)
 
-    @property
-    def remaining_tokens(self) -> int:
-        return _remaining(self.limit_tokens, self.reset_tokens_seconds)
+    def limit(self, what: bytes, limit: int | None) -> None:
+        """Changes the limit; what was taken stays, and runs out in the same time."""
+        self._limit = limit
+        self._each_seconds = _MINUTE / limit if limit else 0.0
+        self._most_seconds = _FULL_SECONDS if limit is None or limit > 0 else -1.0  # in a limit of nothing nothing fits
+        self._headers = b"" if limit is None else _HEADERS % (what, limit, what, what)
 
-    def header_lines(self) -> bytes:
-        """The `x-ratelimit-*` headers, in OpenAI's form, each with its line break."""
-        _, _, _, requests, requests_seconds, tokens, tokens_seconds = self
-        if requests is None:
-            return b"" if tokens is None else _TOKENS % _figures(tokens, tokens_seconds)
-        if tokens is None:
-            return _REQUESTS % _figures(requests, requests_seconds)
-        return _BOTH % (_figures(requests, requests_seconds) + _figures(tokens, tokens_seconds))
+    def take(self, now: float, amount: int) -> bytes | None:
+        """Puts so much in and gives the headers that tell of it; None where it does not fit.
+
+        What is larger than the bucket fits when the bucket is empty.
+        """
+        limit = self._limit
+        if limit is None:
+            return b""
+        level = self.empty_at - now
+        if level < 0:
+            level = 0.0
+        if level + (amount if amount < limit else limit) * self._each_seconds > self._most_seconds:
+            return None
+        return self._filled(now, limit, level + amount * self._each_seconds)
+
+    def give_back(self, amount: int) -> None:
+        """Takes out what was put in this moment."""
+        self.empty_at -= amount * self._each_seconds
+
+    def headers(self, now: float) -> bytes:
+        """Those that tell of it as it is."""
+        return b"" if self._limit is None else self._filled(now, self._limit, max(self.empty_at - now, 0.0))
+
+    def _filled(self, now: float, limit: int, level: float) -> bytes:
+        """Headers: the limit, what remains, and when nothing counts any more."""
+        self.empty_at = now + level
+        left = int((_MINUTE - level) * limit / _MINUTE + 1e-6)
+        return self._headers % (left if left > 0 else 0, _duration_of(math.ceil(level * 1000 - 1e-6)))
+
+    def correct(self, now: float, seconds: float) -> None:
+        """Moves the time when it is empty; more than was known of is there from now on."""
+        begin = now if seconds > 0 and now > self.empty_at else self.empty_at
+        self.empty_at = begin + seconds
+
+    def refusal(self, now: float, amount: int, what: str) -> RateLimited:
+        """What the caller is told of a bucket that is full."""
+        limit = self._limit or 0
+        if limit > 0:
+            wait = max(self.empty_at - now, 0.0) + min(amount, limit) * self._each_seconds - _MINUTE
+        else:
+            wait = _MINUTE
+        return RateLimited(
+            f"this API key may use {limit} {what} a minute; try again in {wait:.1f} s", retry_after_seconds=wait
+        )
 
 
-FREE = Verdict(True)
+class _Standing(NamedTuple):
+    """One caller's buckets."""
 
-
-class _Buckets:
-    """One caller's two buckets, by when they will be empty, and what was taken since it was last published."""
-
-    __slots__ = ("rate", "requests_empty_at", "requests_taken", "tokens_empty_at", "tokens_taken")
-
-    def __init__(self, rate: Rate) -> None:
-        self.rate = rate
-        self.requests_empty_at = 0.0
-        self.tokens_empty_at = 0.0
-        self.requests_taken = 0
-        self.tokens_taken = 0
+    rate: Rate
+    requests: _Bucket
+    tokens: _Bucket
 
 
 class Limits:
@@ -92,8 +116,8 @@ class Limits:
     def __init__(self, link: Link | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._clock = clock
-        self._callers: dict[str, _Buckets] = {}
-        self._taken: dict[str, _Buckets] = {}  # of whom there is something to publish
+        self._callers: dict[str, _Standing] = {}
+        self._taken: dict[str, _Standing] = {}  # of whom there is something to publish
         self._me = secrets.token_hex(8)
         self._publishing: asyncio.Task[None] | None = None
 
@@ -108,46 +132,40 @@ class Limits:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
 
-    def take(self, caller_id: str, rate: Rate, tokens: int) -> Verdict:
-        """Counts one request of about so many tokens, or none of it when a limit is reached."""
-        per_request, per_token = rate
-        if per_request is None and per_token is None:
-            return FREE
+    def take(self, caller_id: str, rate: Rate, tokens: int) -> bytes:
+        """Counts one request of about so many tokens, or none of it when a limit is reached: raises `RateLimited`.
+
+        Gives the `x-ratelimit-*` headers, in OpenAI's form, each with its line break.
+        """
+        standing = self._callers.get(caller_id)
+        if standing is None or standing[0] is not rate:
+            standing = self._add(caller_id, rate)
+        _, of_requests, of_tokens = standing
         now = self._clock()
-        buckets = self._callers.get(caller_id) or self._add(caller_id, rate)
-        buckets.rate = rate
-        requests = buckets.requests_empty_at - now if buckets.requests_empty_at > now else 0.0
-        level = buckets.tokens_empty_at - now if buckets.tokens_empty_at > now else 0.0
-        if per_request is not None:
-            wait = requests + _MINUTE / per_request - _MINUTE if per_request > 0 else _MINUTE
-            if wait > _ROUNDING_SECONDS:
-                return Verdict(False, wait, "requests", per_request, requests, per_token, level)
-        if per_token is not None:
-            # What is larger than the bucket goes when the bucket is empty.
-            needed = tokens if tokens < per_token else per_token
-            wait = level + needed * _MINUTE / per_token - _MINUTE if per_token > 0 else _MINUTE
-            if wait > _ROUNDING_SECONDS:
-                return Verdict(False, wait, "tokens", per_request, requests, per_token, level)
-            level += tokens * _MINUTE / per_token
-            buckets.tokens_empty_at = now + level
-        if per_request is not None:
-            requests += _MINUTE / per_request
-            buckets.requests_empty_at = now + requests
+        headers = of_requests.take(now, 1)
+        if headers is None:
+            raise _refused(standing, now, of_requests.refusal(now, 1, "requests"))
+        more = of_tokens.take(now, tokens)
+        if more is None:
+            of_requests.give_back(1)
+            raise _refused(standing, now, of_tokens.refusal(now, tokens, "tokens"))
         if self._link is not None:
-            buckets.requests_taken += 1
-            buckets.tokens_taken += tokens
-            self._taken[caller_id] = buckets
-        return Verdict(True, 0.0, "", per_request, requests, per_token, level)
+            of_requests.taken += 1
+            of_tokens.taken += tokens
+            self._taken[caller_id] = standing
+        return headers + more
 
     def settle(self, caller_id: str, rate: Rate, token_difference: int) -> None:
         """Corrects a request that was taken: it came to so many tokens more, or fewer when it is negative."""
-        if not token_difference or not rate.tokens_per_minute:
+        _, per_token = rate
+        if not token_difference or not per_token:
             return
-        buckets = self._callers.get(caller_id) or self._add(caller_id, rate)
-        _correct(buckets, rate.tokens_per_minute, token_difference, self._clock())
+        standing = self._callers.get(caller_id) or self._add(caller_id, rate)
+        _, _, of_tokens = standing
+        of_tokens.correct(self._clock(), token_difference * _MINUTE / per_token)
         if self._link is not None:
-            buckets.tokens_taken += token_difference
-            self._taken[caller_id] = buckets
+            of_tokens.taken += token_difference
+            self._taken[caller_id] = standing
 
     def publication(self) -> bytes | None:
         """What was taken since it was last asked, for others to merge; None when that is nothing."""
@@ -155,9 +173,9 @@ class Limits:
             return None
         taken, self._taken = self._taken, {}
         rows = []
-        for caller_id, buckets in taken.items():
-            rows.append([caller_id, *buckets.rate, buckets.requests_taken, buckets.tokens_taken])
-            buckets.requests_taken = buckets.tokens_taken = 0
+        for caller_id, (rate, requests, tokens) in taken.items():
+            rows.append([caller_id, *rate, requests.taken, tokens.taken])
+            requests.taken = tokens.taken = 0
         return orjson.dumps({"from": self._me, "taken": rows})
 
     def merge(self, message: bytes) -> None:
@@ -167,19 +185,23 @@ class Limits:
             return
         now = self._clock()
         for caller_id, per_request, per_token, requests, tokens in said["taken"]:
-            rate = Rate(per_request, per_token)
-            buckets = self._callers.get(caller_id) or self._add(caller_id, rate)
+            standing = self._callers.get(caller_id) or self._add(caller_id, Rate(per_request, per_token))
             if per_request and requests:
-                buckets.requests_empty_at = max(buckets.requests_empty_at, now) + requests * _MINUTE / per_request
+                standing.requests.correct(now, requests * _MINUTE / per_request)
             if per_token and tokens:
-                _correct(buckets, per_token, tokens, now)
+                standing.tokens.correct(now, tokens * _MINUTE / per_token)
 
-    def _add(self, caller_id: str, rate: Rate) -> _Buckets:
-        if len(self._callers) >= _CALLERS:
+    def _add(self, caller_id: str, rate: Rate) -> _Standing:
+        """A caller that is new, or has other limits than before."""
+        before = self._callers.get(caller_id)
+        if before is None and len(self._callers) >= _CALLERS:
             # The one who came first is the likeliest to have empty buckets; who has not begins anew.
             del self._callers[next(iter(self._callers))]
-        buckets = self._callers[caller_id] = _Buckets(rate)
-        return buckets
+        _, requests, tokens = before or (None, _Bucket(), _Bucket())
+        requests.limit(b"requests", rate.requests_per_minute)
+        tokens.limit(b"tokens", rate.tokens_per_minute)
+        standing = self._callers[caller_id] = _Standing(rate, requests, tokens)
+        return standing
 
     async def _publish(self) -> None:
         from app.sharing.link import LinkDown
@@ -196,21 +218,14 @@ class Limits:
                 continue  # each has its own limits now; the link has told of it
 
 
-def _correct(buckets: _Buckets, per_token: int, difference: int, now: float) -> None:
-    begin = max(buckets.tokens_empty_at, now) if difference > 0 else buckets.tokens_empty_at
-    buckets.tokens_empty_at = begin + difference * _MINUTE / per_token
+def _refused(standing: _Standing, now: float, error: RateLimited) -> RateLimited:
+    error.header_lines = standing.requests.headers(now) + standing.tokens.headers(now)
+    return error
 
 
-def _remaining(limit: int | None, level_seconds: float) -> int:
-    left = int((_MINUTE - level_seconds) * (limit or 0) / _MINUTE + 1e-6)
-    return left if left > 0 else 0
-
-
-def _figures(limit: int, reset: float) -> tuple[int, int, bytes]:
-    """The limit, what remains of it, and when nothing counts any more."""
-    ms = math.ceil(reset * 1000 - 1e-6)
-    when = b"%dms" % ms if 0 < ms < 1000 else duration(reset).encode()
-    return limit, _remaining(limit, reset), when
+@lru_cache(maxsize=1024)
+def _duration_of(ms: int) -> bytes:
+    return duration(ms / 1000).encode()
 
 
 def duration(seconds: float) -> str:

@@ -88,12 +88,12 @@ class Reporter:
 
 
 def _attempt(record: AttemptRecord) -> dict[str, Any]:
-    told: dict[str, Any] = {"node": record.node, "outcome": record.outcome, "ms": round(record.ms, 1)}
+    told: dict[str, Any] = {"node": record.node, "outcome": record.outcome, "ms": ms(record.ms / 1000)}
     if record.failure is not None:
         told |= {"failure": record.failure, "message": record.message}
     return told
 
 
 def ms(seconds: float) -> float:
-    """As logs and documents show times."""
-    return round(seconds * 1000, 1)
+    """As logs and documents show times: rounded to a tenth, which `round` does exactly and slowly."""
+    return int(seconds * 10_000 + 0.5) / 10

@@ -110,29 +110,30 @@ class Ring:
         self.seq = 0  # the latest record's
 
     def __call__(self, ended: Ended) -> None:
-        request = ended.request
+        request, request_id, operation, trail, outcome, error, seconds = ended
         self.seq = seq = self.seq + 1
         asked, stream, caller = None, False, ANYBODY
         if request is not None:
             asked, stream, caller = request.model[:_ASKED_CHARACTERS], request.stream, request.caller
+        code, said = (None, None) if error is None else (ended.code, ended.said or None)
         self._records.append(
             Record(
                 seq,
                 now_ms(),
-                ended.id,
-                ended.operation,
+                request_id,
+                operation,
                 asked,
                 stream,
                 caller.id,
                 caller.name,
                 self._policy,
                 self._has_cloud,
-                ended.trail,
-                ended.outcome,
+                trail,
+                outcome,
                 ended.status,
-                ended.code,
-                ended.said or None,
-                ended.seconds,
+                code,
+                said,
+                seconds,
             )
         )
 

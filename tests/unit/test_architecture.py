@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,10 @@ APP = ROOT / "app"
 MODULES = sorted(APP.rglob("*.py"))
 
 MIGRATIONS = {str(path.relative_to(APP)) for path in (APP / "ledger" / "migrations").rglob("*.py")}
-LEDGER = {f"ledger/{name}.py" for name in ("tables", "store", "database", "statements", "keys", "usage", "inspection")}
+LEDGER = {
+    f"ledger/{name}.py"
+    for name in ("engines", "tables", "store", "database", "statements", "keys", "usage", "inspection")
+}
 
 # A package on the right may be imported by the modules on the left alone.
 ALONE = {
@@ -28,7 +33,7 @@ ALONE = {
     "prometheus_client": {"telemetry/process.py"},
     "opentelemetry": {"telemetry/traces.py"},
     "structlog": {"telemetry/logs.py"},
-    "httpx": {"probes.py", "node_calls.py", "node_clients.py", "doctor/calls.py"},
+    "httpx": {"lean_httpx.py"},
     "uvicorn": {"server.py"},
     "typer": {
         f"commands/{name}.py" for name in ("terminal", "running", "keys", "usage", "explain", "doctor", "nodes", "top")
@@ -97,6 +102,14 @@ def test_every_dependency_has_its_reason() -> None:
     told = [name for row in re.findall(r"^\| ([a-z][\w, -]+) \|", section, re.MULTILINE) for name in row.split(", ")]
 
     assert sorted(told) == sorted([*wanted, "package"])  # with the table's head
+
+
+def test_the_gateway_starts_without_what_only_others_need() -> None:
+    lean = "import app.start, app.main, app.server, app.treasury, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lean], cwd=ROOT, capture_output=True, text=True, check=True)
+    unused = ("rich", "pygments", "typer", "alembic", "redis", "genai_prices", "asyncpg", "sqlalchemy.orm")
+
+    assert not [name for name in done.stdout.split() if any(_is(name, package) for package in unused)]
 
 
 def test_domain_knows_only_the_standard_library() -> None:

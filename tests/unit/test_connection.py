@@ -46,14 +46,21 @@ async def wire() -> Wire:
 
 
 @pytest.fixture
-async def connection(wire: Wire) -> Connection:
-    """One on which a stream has begun."""
+async def answering(wire: Wire) -> Connection:
+    """One on which an answer has begun."""
     connection = Connection()
     connection.connection_made(wire)
     connection.send(b"POST / HTTP/1.1\r\n\r\n", b"")
     connection.data_received(HEAD)
-    connection.moderate = True
     return connection
+
+
+@pytest.fixture
+async def connection(answering: Connection) -> Connection:
+    """One on which a stream has begun, a while ago."""
+    answering.moderate()
+    await asyncio.sleep(0.003)
+    return answering
 
 
 async def test_a_fast_stream_is_left_alone_for_a_moment_after_each_piece(connection: Connection, wire: Wire) -> None:
@@ -64,6 +71,16 @@ async def test_a_fast_stream_is_left_alone_for_a_moment_after_each_piece(connect
     assert not wire.reading
     assert await connection.read() == b"ab"
     await until(lambda: wire.reading, "it is read again")
+
+
+async def test_a_piece_right_after_the_one_that_began_the_stream_is_followed_by_a_rest(
+    answering: Connection, wire: Wire
+) -> None:
+    answering.moderate()
+    assert wire.reading
+    answering.data_received(_chunk(b"a"))
+
+    assert not wire.reading
 
 
 async def test_pieces_that_come_one_by_one_are_read_at_once(connection: Connection, wire: Wire) -> None:
@@ -84,10 +101,9 @@ async def test_what_nobody_reads_stays_unread_after_the_rest(connection: Connect
     assert wire.reading
 
 
-async def test_a_document_is_read_without_a_rest(connection: Connection, wire: Wire) -> None:
-    connection.moderate = False
+async def test_a_document_is_read_without_a_rest(answering: Connection, wire: Wire) -> None:
     for _ in range(5):
-        connection.data_received(_chunk(b"a"))
+        answering.data_received(_chunk(b"a"))
 
     assert wire.reading
 
@@ -105,5 +121,16 @@ async def test_a_connection_that_is_lost_while_it_rests_ends_its_reader(connecti
 async def test_the_next_request_on_a_connection_is_read_without_a_rest(connection: Connection, wire: Wire) -> None:
     connection.data_received(b"0\r\n\r\n")
     connection.send(b"POST / HTTP/1.1\r\n\r\n", b"")
+    connection.data_received(HEAD)
+    for _ in range(5):
+        connection.data_received(_chunk(b"a"))
 
-    assert not connection.moderate
+    assert wire.pauses == 0
+
+
+async def test_what_follows_a_whole_answer_belongs_to_nobody(answering: Connection) -> None:
+    answering.data_received(_chunk(b"a") + b"0\r\n\r\n" + HEAD + _chunk(b"another"))
+
+    assert await answering.read() == b"a"
+    assert await answering.read() == b""
+    assert not answering.reusable

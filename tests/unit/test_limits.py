@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import pytest
 
 from app.domain import Rate
+from app.errors import RateLimited
 from app.fronts.asgi import Lines
 from app.sharing.limits import Limits, duration
 from tests.system.harness import until
@@ -22,77 +24,134 @@ class _Clock:
         return self.now
 
 
+class Verdict(NamedTuple):
+    """What a caller hears of one request."""
+
+    headers: Mapping[bytes, bytes]
+    error: RateLimited | None = None
+
+    @property
+    def allowed(self) -> bool:
+        return self.error is None
+
+    @property
+    def why(self) -> str:
+        """What it may have no more of."""
+        assert self.error is not None
+        return self.error.message.split(" a minute")[0].split()[-1]
+
+    @property
+    def retry_after_seconds(self) -> float:
+        return (None if self.error is None else self.error.retry_after_seconds) or 0.0
+
+    def remaining(self, what: bytes) -> int:
+        return int(self.headers[b"x-ratelimit-remaining-" + what])
+
+    def reset(self, what: bytes) -> str:
+        return self.headers[b"x-ratelimit-reset-" + what].decode()
+
+
+def take(limits: Limits, caller_id: str, rate: Rate, tokens: int) -> Verdict:
+    try:
+        return Verdict(dict(Lines(limits.take(caller_id, rate, tokens))))
+    except RateLimited as error:
+        return Verdict(dict(Lines(error.header_lines)), error)
+
+
 @pytest.mark.parametrize("limit", [1, 3, 7, 600])
 def test_a_minutes_requests_go_at_once_and_the_next_when_there_is_room(limit: int) -> None:
     clock, rate = _Clock(), Rate(requests_per_minute=limit)
     limits = Limits(clock=clock)
-    burst = [limits.take("a", rate, 0).allowed for _ in range(limit)]
+    burst = [take(limits, "a", rate, 0).allowed for _ in range(limit)]
 
-    refused = limits.take("a", rate, 0)
+    refused = take(limits, "a", rate, 0)
 
     assert all(burst)
     assert not refused.allowed
     assert refused.why == "requests"
     assert refused.retry_after_seconds == pytest.approx(60 / limit)
     clock.now += refused.retry_after_seconds
-    assert limits.take("a", rate, 0).allowed
-    assert not limits.take("a", rate, 0).allowed
+    assert take(limits, "a", rate, 0).allowed
+    assert not take(limits, "a", rate, 0).allowed
 
 
 def test_a_caller_without_limits_is_always_allowed_and_has_no_headers() -> None:
-    verdict = Limits().take("a", Rate(), 10**9)
+    verdict = take(Limits(), "a", Rate(), 10**9)
 
     assert verdict.allowed
-    assert verdict.header_lines() == b""
+    assert verdict.headers == {}
 
 
 def test_callers_do_not_share() -> None:
     limits = Limits(clock=_Clock())
-    limits.take("a", Rate(1), 0)
+    take(limits, "a", Rate(1), 0)
 
-    assert limits.take("b", Rate(1), 0).allowed
+    assert take(limits, "b", Rate(1), 0).allowed
 
 
 def test_tokens_are_corrected_when_a_request_is_settled() -> None:
     clock, rate = _Clock(), Rate(tokens_per_minute=100)
     limits = Limits(clock=clock)
-    limits.take("a", rate, 90)
-    refused = limits.take("a", rate, 20)
+    take(limits, "a", rate, 90)
+    refused = take(limits, "a", rate, 20)
 
     limits.settle("a", rate, -40)
 
     assert refused.why == "tokens"
     assert refused.retry_after_seconds == pytest.approx(6)
-    assert limits.take("a", rate, 50).allowed
+    assert take(limits, "a", rate, 50).allowed
     limits.settle("a", rate, 25)
-    assert limits.take("a", rate, 100).retry_after_seconds == pytest.approx(75)
+    assert take(limits, "a", rate, 100).retry_after_seconds == pytest.approx(75)
 
 
 def test_what_tokens_refuse_takes_no_request() -> None:
     limits, rate = Limits(clock=_Clock()), Rate(2, 100)
-    limits.take("a", rate, 100)
+    take(limits, "a", rate, 100)
 
-    refused = limits.take("a", rate, 1)
+    refused = take(limits, "a", rate, 1)
 
-    assert (refused.why, refused.remaining_requests, refused.remaining_tokens) == ("tokens", 1, 0)
+    assert (refused.why, refused.remaining(b"requests"), refused.remaining(b"tokens")) == ("tokens", 1, 0)
 
 
 def test_a_request_larger_than_its_limit_goes_when_nothing_else_does() -> None:
     limits, rate = Limits(clock=_Clock()), Rate(tokens_per_minute=100)
 
-    assert limits.take("a", rate, 250).allowed
-    assert limits.take("a", rate, 1).retry_after_seconds == pytest.approx(90.6)
+    assert take(limits, "a", rate, 250).allowed
+    assert take(limits, "a", rate, 1).retry_after_seconds == pytest.approx(90.6)
 
 
 def test_limits_of_nothing_let_nothing_through() -> None:
     limits = Limits(clock=_Clock())
 
-    assert not limits.take("a", Rate(0, None), 1).allowed
-    assert not limits.take("a", Rate(None, 0), 1).allowed
+    assert not take(limits, "a", Rate(0, None), 1).allowed
+    assert not take(limits, "a", Rate(None, 0), 1).allowed
+
+
+def test_a_refusal_tells_what_is_used_up_and_how_the_caller_stands() -> None:
+    limits, rate = Limits(clock=_Clock()), Rate(3, 1000)
+    limits.take("a", rate, 1000)
+
+    with pytest.raises(RateLimited) as refused:
+        limits.take("a", rate, 100)
+
+    assert refused.value.message == "this API key may use 1000 tokens a minute; try again in 6.0 s"
+    headers = dict(Lines(refused.value.header_lines))
+    assert headers[b"x-ratelimit-remaining-requests"] == b"2"
+    assert headers[b"x-ratelimit-remaining-tokens"] == b"0"
+    assert headers[b"x-ratelimit-reset-tokens"] == b"1m0s"
+
+
+@pytest.mark.parametrize(("changed", "remaining"), [(Rate(20, 1000), 9), (Rate(5, 1000), 1), (Rate(10, 1000), 4)])
+def test_a_key_whose_limits_are_changed_has_used_the_same_share_of_them(changed: Rate, remaining: int) -> None:
+    limits = Limits(clock=_Clock())
+    for _ in range(5):
+        limits.take("a", Rate(10, 1000), 0)
+
+    assert take(limits, "a", changed, 0).remaining(b"requests") == remaining
 
 
 def test_headers_are_openais() -> None:
-    headers = dict(Lines(Limits(clock=_Clock()).take("a", Rate(3, 1000), 100).header_lines()))
+    headers = dict(Lines(Limits(clock=_Clock()).take("a", Rate(3, 1000), 100)))
 
     assert headers == {
         b"x-ratelimit-limit-requests": b"3",
@@ -115,7 +174,7 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
 def test_the_callers_that_are_remembered_are_bounded() -> None:
     limits = Limits(clock=_Clock())
     for n in range(20_000):
-        limits.take(str(n), Rate(1), 0)
+        take(limits, str(n), Rate(1), 0)
 
     assert len(limits._callers) == 10_000
 
@@ -125,48 +184,48 @@ def test_what_was_published_is_not_published_again() -> None:
     link: Any = object()
     here, there = Limits(link, clock), Limits(link, clock)
     for tokens in (10, 20):
-        here.take("a", rate, tokens)
+        take(here, "a", rate, tokens)
         message = here.publication()
         assert message is not None
         there.merge(message)
         here.merge(message)
 
     assert here.publication() is None
-    verdicts = [limits.take("a", rate, 0) for limits in (here, there)]
-    assert [(verdict.remaining_requests, verdict.remaining_tokens) for verdict in verdicts] == [(7, 970), (7, 970)]
+    verdicts = [take(limits, "a", rate, 0) for limits in (here, there)]
+    assert [(verdict.remaining(b"requests"), verdict.remaining(b"tokens")) for verdict in verdicts] == [
+        (7, 970),
+        (7, 970),
+    ]
 
 
 def test_more_tokens_than_were_counted_are_charged_from_now_on() -> None:
     clock, rate = _Clock(), Rate(tokens_per_minute=100)
     limits = Limits(clock=clock)
-    limits.take("a", rate, 10)
+    take(limits, "a", rate, 10)
     clock.now += 600
 
     limits.settle("a", rate, 50)
 
-    assert limits.take("a", rate, 0).remaining_tokens == 50
+    assert take(limits, "a", rate, 0).remaining(b"tokens") == 50
 
 
 async def test_replicas_pay_back_what_they_let_through_together(valkey_url: str) -> None:
     clock, rate = _Clock(), Rate(10, 1000)
     async with linked(valkey_url) as one, linked(valkey_url) as two:
         async with Limits(one, clock) as here, Limits(two, clock) as there:
-            both = [limits.take("a", rate, 50).allowed for limits in (here, there) for _ in range(10)]
+            both = [take(limits, "a", rate, 50).allowed for limits in (here, there) for _ in range(10)]
             here.settle("a", rate, -250)
 
             def together() -> bool:
-                standings = [limits.take("a", rate, 0) for limits in (here, there)]
-                return all(
-                    each.reset_requests_seconds == pytest.approx(120) and each.reset_tokens_seconds == pytest.approx(45)
-                    for each in standings
-                )
+                standings = [take(limits, "a", rate, 0) for limits in (here, there)]
+                return all((each.reset(b"requests"), each.reset(b"tokens")) == ("2m0s", "45s") for each in standings)
 
             await until(together, "both know of both")
             assert all(both)
             clock.now += 60
-            assert not here.take("a", rate, 0).allowed
+            assert not take(here, "a", rate, 0).allowed
             clock.now += 7
-            assert there.take("a", rate, 0).allowed
+            assert take(there, "a", rate, 0).allowed
 
 
 @pytest.mark.parametrize(
@@ -189,9 +248,9 @@ async def test_a_message_that_nobody_understands_ends_no_sharing(message: bytes,
                 return bool(said)
 
             await until(told, "it is told")
-            here.take("b", rate, 100)
+            take(here, "b", rate, 100)
 
-            await until(lambda: there.take("b", rate, 0).reset_tokens_seconds > 0, "they still share")
+            await until(lambda: take(there, "b", rate, 0).reset(b"tokens") != "0s", "they still share")
             assert len(said) == 1
 
 
@@ -199,7 +258,7 @@ async def test_a_replica_alone_goes_on_with_the_limit_for_itself(valkey_url: str
     async with linked(valkey_url) as link, Limits(link, _Clock()) as limits:
         link.up = False
 
-        assert [limits.take("a", Rate(1), 0).allowed for _ in range(2)] == [True, False]
+        assert [take(limits, "a", Rate(1), 0).allowed for _ in range(2)] == [True, False]
 
 
 def test_taking_costs_microseconds() -> None:

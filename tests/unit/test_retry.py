@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -294,3 +295,17 @@ def test_no_request_outlives_its_bounds(
     assert loop.now < deadline
     assert all(0 < wait <= WAIT_SECONDS_MAX + BACKOFF_SECONDS_MAX for wait in loop.waits)
     assert waitable or (not loop.waits and made <= max(1, untried))
+
+
+async def test_requests_leave_nothing_for_the_garbage_collector() -> None:
+    """Whatever refers to itself stays in memory until it runs, and makes it run often."""
+    retry = Loop().retry(3)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            await run(retry, Plan(), "ok")
+
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
