@@ -216,21 +216,17 @@ class Forecast:
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
 
-    def _elsewhere(self, seat: Seat) -> list[Seat]:
-        """The same model in other nodes' memory."""
-        return [
-            other
-            for work in self._works.values()
-            for other in work.seats.values()
-            if other.demand is seat.demand and other is not seat and other.warm
-        ]
-
     def eviction_seconds(self, victim: Seat, now: float) -> float:
         """What it costs those who want this model that it has to be loaded again, or is elsewhere only."""
         load = self.load_seconds(victim)
         rate = victim.demand.rate(now)
         soon = victim.demand.ahead(now, load * _HORIZON_LOADS)
-        elsewhere = self._elsewhere(victim)
+        elsewhere = [
+            other
+            for work in self._works.values()
+            for other in work.seats.values()
+            if other.demand is victim.demand and other is not victim and other.warm
+        ]
         # Whoever comes while it is loaded again waits for that.
         again = min(1.0, soon) * load * (1 + rate * load / 2)
         if not elsewhere:

@@ -132,7 +132,7 @@ class Speed:
     def loaded_and_read(self, tokens: float, seconds: float, guess: float = 0.0) -> None:
         """A load and the reading after it took so long together; `guess` is the second's share in seconds.
 
-        While nothing is known of how fast the node reads, the load is what the guess leaves, corrected as soon as it is.
+        While nothing is known of how fast the node reads, the load is what the guess leaves; that is corrected later.
         """
         if self.prefill.known:
             self.loaded(seconds - tokens * self.prefill.value)

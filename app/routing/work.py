@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
-_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.25, 0.9  # chances that a load drives another model out
+# Chances that a load drives another model out of a memory of unknown size, where so many models would be there then.
+_FITS, _TWO, _THREE, _MORE = 0.0, 0.25, 0.5, 0.9
+_DARED = 0.25  # a chance for which it is not waited until the node is idle: whether there is room is found out once
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
-_DARE = 0.25
-_LOADS_BLOCK = 0.5
+_LOADS_BLOCK = 0.5  # how likely it is that an engine serves nobody while it loads, until it shows
 SURE = 0.9
-_THIRD = 0.5
 _POWER = 0.35  # nodes with more slots are a little faster, as a rule
-_USUAL_MODELS = 3  # that engines keep at once where memory allows
 _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
 
@@ -156,7 +155,7 @@ class Work:
 
     def must_be_idle(self, seat: Seat) -> bool:
         """Whether an engine would wait for those who are at work with a model that has to go, and all with it."""
-        return seat.chance > _DARE and bool(self.bookings) and not self.idle_others(seat)
+        return seat.chance > _DARED and bool(self.bookings) and not self.idle_others(seat)
 
     def in_doubt(self, now: float) -> bool:
         """Whether a load may have driven out a model that the node has not been asked about since."""
@@ -181,7 +180,7 @@ class Work:
             return 1.0
         if count <= self.together_max:
             return _FITS
-        return _UNCERTAIN if count == 2 else _THIRD if count == 3 else _HARDLY
+        return {2: _TWO, 3: _THREE}.get(count, _MORE)
 
     def _bytes(self, models: Iterable[str]) -> float:
         """What they take: as the node says, or said when it last had them, else what their files have."""
@@ -417,7 +416,8 @@ class Seat:
         self.guess_until = -1.0
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
-        self.cold = self.blocked = False
+        self.cold = False
+        self.blocked = False  # requests wait here rather than there: another model's load comes first
         self.chance = 0.0  # that a load drives another model out
         self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0

@@ -25,7 +25,7 @@ _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
 _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
-_EVICTION_PRICE = 15.0
+_EVICTION_PRICE = 15.0  # times what it costs: those who are driven out would drive others out
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
@@ -93,7 +93,7 @@ class ShortestExpectedDelay(Policy):
             service = first + output * seat.decode_s
             if service < shortest:
                 shortest = service
-            ready = seat.load_wait if seat.cold else seat.ready_at - now
+            ready = max(seat.load_wait, seat.slot_wait) if seat.cold else seat.ready_at - now
             if ready > 0:
                 first += ready
                 score = ready + service
