@@ -15,7 +15,8 @@ from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, 
 
 Clock = Callable[[], float]
 
-LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
+_LOAD_PRICE = 0.5  # what a load for its own sake costs, as a share of the time that it takes
+_EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
@@ -212,6 +213,7 @@ class Forecast:
             costs = {other: self.eviction_seconds(other, now) for other in work.others(seat)}
             idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
             seat.toll = chance * _TOLL * (costs[victim] + max(idle))
+        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -505,13 +507,9 @@ class Progress:
         return self.booking.carries
 
 
-def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
-    """What a load here costs later requests, compared with the best place; never more than to move once.
-
-    A second load has a price of its own, or two would be started where one is nearly as good.
-    """
-    later = min(seat.share * max(0.0, worse), seat.load_s)
-    return later + LOAD_PRICE * seat.load_s if elsewhere else later
+def investment(seat: Seat, worse: float) -> float:
+    """What a load here costs later requests, compared with the best place; never more than to move once."""
+    return min(seat.share * max(0.0, worse), seat.load_s)
 
 
 def _learn_reading(booking: Booking, timings: Timings, usage: Usage) -> None:

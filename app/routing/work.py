@@ -379,6 +379,7 @@ class Seat:
         "model",
         "prefill_s",
         "press",
+        "price",
         "ready_at",
         "rest",
         "share",
@@ -419,6 +420,7 @@ class Seat:
         self.cold = False
         self.blocked = False  # requests wait here rather than there: another model's load comes first
         self.chance = 0.0  # that a load drives another model out
+        self.price = 0.0  # seconds that a load for its own sake costs
         self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0
 
