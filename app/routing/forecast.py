@@ -213,6 +213,9 @@ class Forecast:
             costs = {other: self.eviction_seconds(other, now) for other in work.others(seat)}
             idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
             seat.toll = chance * _TOLL * (costs[victim] + max(idle))
+        waiting = [job for job in work.promised if job.seat is not seat]
+        waiting += [booking for booking in work.bookings if booking.began is None and booking.seat is not seat]
+        seat.toll += work.loads_block * load * len(waiting)
         seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
