@@ -141,6 +141,13 @@ class Forecast:
         elif guess:
             seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.CROWDING
 
+    def _guess_anew(self) -> None:
+        """A node has shown for the first time how fast it is: what is guessed of others goes by that."""
+        for work in self._works.values():
+            work.version += 1
+            for seat in work.seats.values():
+                seat.guess_until = -1.0
+
     def _guess(self, seat: Seat, shown: Callable[[Seat], float | None]) -> float:
         mine, demand = seat.work, seat.demand
         other_nodes: list[speeds.Known] = []
@@ -213,9 +220,9 @@ class Forecast:
             costs = {other: self.eviction_seconds(other, now) for other in work.others(seat)}
             idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
             seat.toll = chance * _TOLL * (costs[victim] + max(idle))
-        waiting = [job for job in work.promised if job.seat is not seat]
-        waiting += [booking for booking in work.bookings if booking.began is None and booking.seat is not seat]
-        seat.toll += work.loads_block * load * len(waiting)
+        waiting = sum([job.seat is not seat for job in work.promised])
+        waiting += sum([booking.began is None and booking.seat is not seat for booking in work.bookings])
+        seat.toll += work.loads_block * load * waiting
         seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
@@ -316,6 +323,7 @@ class Forecast:
             return False
         carried = booking.carries
         grown = False
+        known = seat.speed.known
         booking.began = now
         seat.confirmed = work.node.loaded
         if booking.job.stream:
@@ -330,6 +338,8 @@ class Forecast:
         if booking.job.chain and self._works.get(work.node) is work:  # else its number may be another's by now
             seat.demand.prefixes.learn(seat.held, booking.job.chain, booking.job.sizes)
         work.version += 1
+        if seat.speed.known > known:
+            self._guess_anew()
         if carried:
             self.on_look(work.node)
         return carried or grown
@@ -403,6 +413,7 @@ class Forecast:
         total = work.tick(now)
         if booking.runs:
             work.running -= 1
+        known = seat.speed.known
         if outcome is Outcome.OK:
             self._learn_whole(booking, now, total, usage, timings)
         del work.bookings[booking]
@@ -411,6 +422,8 @@ class Forecast:
         if booking.carries:
             seat.loading = None
         work.version += 1
+        if seat.speed.known > known:
+            self._guess_anew()
         if work.wanted is not None:
             self.on_end(work)
 
@@ -482,6 +495,7 @@ class Forecast:
         if seconds is not None:
             seat.work.load_ended(loading, seat.model, self.clock())
             seat.speed.loaded(seconds)
+            self._guess_anew()
             seat.confirmed = seat.work.node.loaded
             seat.used_at = self.clock()
             self.on_look(seat.work.node)

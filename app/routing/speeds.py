@@ -120,6 +120,11 @@ class Speed:
         self.load = Ratio()
         self._load_and_read: tuple[float, float] | None = None
 
+    @property
+    def known(self) -> int:
+        """How many of the three are: guesses for other nodes become better with each."""
+        return self.prefill.known + self.decode.known + self.load.known
+
     def prefilled(self, tokens: float, seconds: float) -> None:
         """`tokens` are those that had to be read, without a cached prefix."""
         if tokens >= _LEAST_PREFILL_TOKENS and seconds > 0:

@@ -495,7 +495,8 @@ def test_requests_wait_here_while_an_engine_loads_that_serves_nobody_meanwhile()
     assert work is not None
     node.loaded = {name: LoadedModel(name) for name in ("m", "other", "third")}
     work.listed()
-    candidates = [*bench.candidates(), Candidate(Bench({}, loaded=()).nodes[0], "m")]
+    slow = Bench({"speed": 0.05}, loaded=()).nodes[0]
+    candidates = [*bench.candidates(), Candidate(slow, "m")]
     assert [candidate.node for candidate in bench.policy.rank(candidates, job())][:1] == [node]
 
     work.loads_block = 1.0
