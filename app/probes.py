@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ _SLOW_BUT_BUSY = 0.5
 _UP_AFTER = 2  # good probes in a row, once it was down
 _JOINING_PROBES = 120  # bad ones until a node that registered and was never up counts as down
 _SOON_SECONDS = 0.5  # to the next probe while the evidence is not enough
+_IN_DOUBT_SECONDS = 0.1  # while requests wait to hear which models a load has left in memory
 _JITTER = 0.1
 _REFUSED = "connection refused"
 _NOT_PROBED = "not probed, as its health_check is off"
@@ -129,7 +131,7 @@ class Prober:
             self._pending.discard(node)
             if not self._pending:
                 self.first_round.set()
-            await self._pause(wake, self._interval if settled else _SOON_SECONDS)
+            await self._pause(node, wake, settled)
 
     def _judge(self, node: Node, seen: _Seen, against: float, good: int) -> bool:
         """Tells the registry what is now believed; False when one more probe should come soon."""
@@ -148,11 +150,15 @@ class Prober:
             self._log.info("node changed", node=node.name, state=node.state, before=before, reason=node.reason)
         return settled
 
-    async def _pause(self, wake: asyncio.Event, seconds: float) -> None:
+    async def _pause(self, node: Node, wake: asyncio.Event, settled: bool) -> None:
+        seconds = self._interval if settled else _SOON_SECONDS
+        if _in_doubt(node):
+            seconds = _IN_DOUBT_SECONDS
         try:
             async with asyncio.timeout(seconds * random.uniform(1 - _JITTER, 1 + _JITTER)):
                 await wake.wait()
-            await asyncio.sleep(_SOON_SECONDS * random.random())  # many requests may raise the same suspicion
+            many = _IN_DOUBT_SECONDS if _in_doubt(node) else _SOON_SECONDS
+            await asyncio.sleep(many * random.random())  # many requests may raise the same suspicion
         except TimeoutError:
             pass
 
@@ -258,6 +264,10 @@ class Prober:
         except httpx.HTTPError as error:
             raise _Bad(f"does not answer as an HTTP server does ({type(error).__name__})") from error
         return response.status_code, body
+
+
+def _in_doubt(node: Node) -> bool:
+    return node.work is not None and node.work.in_doubt(time.monotonic())
 
 
 def _connect_reason(error: BaseException) -> str:

@@ -357,8 +357,13 @@ class Cluster:
 
     def _look_soon(self, node: Node) -> None:
         async def look() -> None:
-            await asyncio.sleep(0.5 * self._uniform.random())
-            self.look(self.nodes.index(node))
+            work, clock = node.work, asyncio.get_running_loop().time
+            while True:
+                spread = 0.1 if work is not None and work.in_doubt(clock()) else 0.5
+                await asyncio.sleep(spread * self._uniform.random())
+                self.look(self.nodes.index(node))
+                if work is None or not work.in_doubt(clock()):
+                    return
 
         self._own(look())
 

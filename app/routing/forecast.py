@@ -11,11 +11,12 @@ from app.routing import speeds
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.registry import Candidate, Node
-from app.routing.work import DOUBT_SECONDS, Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
+from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
 
 Clock = Callable[[], float]
 
-LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
+_LOAD_PRICE = 0.5  # what a load for its own sake costs, as a share of the time that it takes
+_EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
@@ -64,7 +65,7 @@ class Forecast:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
         self.on_look: Callable[[Node], None] = lambda node: None  # what is in its memory may have changed
-        self.on_idle: Callable[[Work], None] = lambda work: None  # its last request is over, and a load is wanted
+        self.on_end: Callable[[Work], None] = lambda work: None  # a request is over where a load is wanted
         self._works: dict[Node, Work] = {}
         self._numbers: set[int] = set()
         self._demands: dict[str, Demand] = {}
@@ -140,6 +141,13 @@ class Forecast:
         elif guess:
             seat.alone_s, seat.crowding = self._guess(seat, shown_decode), speeds.CROWDING
 
+    def _guess_anew(self) -> None:
+        """A node has shown for the first time how fast it is: what is guessed of others goes by that."""
+        for work in self._works.values():
+            work.version += 1
+            for seat in work.seats.values():
+                seat.guess_until = -1.0
+
     def _guess(self, seat: Seat, shown: Callable[[Seat], float | None]) -> float:
         mine, demand = seat.work, seat.demand
         other_nodes: list[speeds.Known] = []
@@ -179,13 +187,20 @@ class Forecast:
         seat.rest = (left + foreign * work.foreign_left(now) if foreign else left) / there
 
     def _load(self, seat: Seat, now: float) -> None:
-        seat.cold = False
+        seat.cold = seat.blocked = False
         seat.load_wait = seat.toll = seat.share = seat.chance = 0.0
         if seat.warm:
             for other in seat.work.seats.values() if len(seat.work.seats) > 1 else ():
-                if other.loading is not None and other.loading.blocks:
-                    again = other.loading.blocks * self.load_seconds(seat)
-                    seat.load_wait = max(seat.load_wait, other.loading.left(now) + again)
+                if other.loading is None or other is seat:
+                    continue
+                left = other.loading.left(now)
+                if other.loading.blocks:
+                    seat.blocked = True
+                    left += other.loading.blocks * self.load_seconds(seat)
+                else:
+                    left *= seat.work.loads_block
+                    seat.blocked = seat.blocked or seat.work.loads_block > SURE
+                seat.load_wait = max(seat.load_wait, left)
             return
         if seat.loading is not None:
             seat.load_wait = seat.loading.left(now)
@@ -202,8 +217,13 @@ class Forecast:
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
             seat.load_wait += chance * max(busy, default=0.0)
-            costs = [self.eviction_seconds(other, now) for other in work.others(seat)]
-            seat.toll = chance * _TOLL * (self.eviction_seconds(victim, now) + max(costs))
+            costs = {other: self.eviction_seconds(other, now) for other in work.others(seat)}
+            idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
+            seat.toll = chance * _TOLL * (costs[victim] + max(idle))
+        waiting = sum([job.seat is not seat for job in work.promised])
+        waiting += sum([booking.began is None and booking.seat is not seat for booking in work.bookings])
+        seat.toll += work.loads_block * load * waiting
+        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -274,11 +294,12 @@ class Forecast:
                     booking.hit = size * ratio
                     break
         booking.fresh = tokens - booking.hit
-        booking.decode_seconds = output * seat.decode_s
+        booking.output = output
         if now - seat.used_at > _OLD_SECONDS:
             seat.speed.age()
         warm = seat.warm
         booking.waited_for_load = not warm
+        booking.beside = work.beside(seat) if warm else None
         ready = 0.0 if warm and work.room(seat) > 0 else max(seat.slot_wait, seat.load_wait)
         booking.expected_first = ready + booking.fresh * seat.prefill_s
         if not warm and seat.loading is None:
@@ -302,6 +323,7 @@ class Forecast:
             return False
         carried = booking.carries
         grown = False
+        known = seat.speed.known
         booking.began = now
         seat.confirmed = work.node.loaded
         if booking.job.stream:
@@ -316,6 +338,8 @@ class Forecast:
         if booking.job.chain and self._works.get(work.node) is work:  # else its number may be another's by now
             seat.demand.prefixes.learn(seat.held, booking.job.chain, booking.job.sizes)
         work.version += 1
+        if seat.speed.known > known:
+            self._guess_anew()
         if carried:
             self.on_look(work.node)
         return carried or grown
@@ -327,10 +351,17 @@ class Forecast:
             loading, seat.loading = seat.loading, None
             if loading is not None and loading.carrier is booking:
                 work.load_ended(loading, seat.model, now)
-                seat.speed.loaded(took - booking.fresh * seat.prefill_s)
+                seat.speed.loaded_and_read(booking.fresh, took, booking.fresh * seat.prefill_s)
             return
         seat.loading = None
-        if took > _LATE * booking.expected_first + _LATE_SECONDS and work.ended_at > booking.placed:
+        late = took > _LATE * booking.expected_first + _LATE_SECONDS
+        if booking.beside is not None:
+            over = work.beside(seat) is not booking.beside
+            if late or not over:
+                work.load_blocked(over)
+            if late:
+                return
+        if late and work.ended_at > booking.placed:
             took = now - work.ended_at  # it waited for a slot until then
         if seat.tells_reading:
             return
@@ -382,6 +413,7 @@ class Forecast:
         total = work.tick(now)
         if booking.runs:
             work.running -= 1
+        known = seat.speed.known
         if outcome is Outcome.OK:
             self._learn_whole(booking, now, total, usage, timings)
         del work.bookings[booking]
@@ -390,8 +422,10 @@ class Forecast:
         if booking.carries:
             seat.loading = None
         work.version += 1
-        if work.wanted is not None and not work.bookings:
-            self.on_idle(work)
+        if seat.speed.known > known:
+            self._guess_anew()
+        if work.wanted is not None:
+            self.on_end(work)
 
     def _learn_whole(
         self, booking: Booking, now: float, total: float, usage: Usage | None, timings: Timings | None
@@ -429,9 +463,10 @@ class Forecast:
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
         chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
-        victim = seat.work.victim(seat) if chance else None
-        if victim is not None:
-            victim.doubted_until = now + DOUBT_SECONDS
+        others = seat.work.others(seat) if chance else []
+        for other in others:
+            other.doubted_until = now + DOUBT_SECONDS  # which of them goes is the engine's secret
+        if others:
             if any(booking.seat is not seat for booking in seat.work.bookings):
                 loading.blocks = chance
             self.on_look(seat.work.node)
@@ -460,6 +495,7 @@ class Forecast:
         if seconds is not None:
             seat.work.load_ended(loading, seat.model, self.clock())
             seat.speed.loaded(seconds)
+            self._guess_anew()
             seat.confirmed = seat.work.node.loaded
             seat.used_at = self.clock()
             self.on_look(seat.work.node)
@@ -488,13 +524,9 @@ class Progress:
         return self.booking.carries
 
 
-def investment(seat: Seat, worse: float, elsewhere: bool) -> float:
-    """What a load here costs later requests, compared with the best place; never more than to move once.
-
-    A second load has a price of its own, or two would be started where one is nearly as good.
-    """
-    later = min(seat.share * max(0.0, worse), seat.load_s)
-    return later + LOAD_PRICE * seat.load_s if elsewhere else later
+def investment(seat: Seat, worse: float) -> float:
+    """What a load here costs later requests, compared with the best place; never more than to move once."""
+    return min(seat.share * max(0.0, worse), seat.load_s)
 
 
 def _learn_reading(booking: Booking, timings: Timings, usage: Usage) -> None:

@@ -54,17 +54,18 @@ def _chain(fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         digest = hash(orjson.dumps(fields["tools"]))  # templates put them before everything else
     if not isinstance(messages, list):
         return chain, sizes
+    add_digest, add_size = chain.append, sizes.append
     for message in messages:
-        content = message.get("content") if type(message) is dict else None
-        if type(content) is not str:
-            content, size = _other(message)
-        else:
+        role, content = (message.get("role"), message.get("content")) if type(message) is dict else (None, None)
+        if type(content) is str:
             size = len(content)
+        else:
+            content, size = _other(message)
         if size > _WHOLE_TEXT:
             content = f"{content[:_END]}{size}{content[-_END:]}"
-        digest = hash((digest, message.get("role") if type(message) is dict else None, content))
-        chain.append(digest)
-        sizes.append(size + 8)  # what templates add to a message
+        digest = hash((digest, role, content))
+        add_digest(digest)
+        add_size(size + 8)  # what templates add to a message
     return chain, sizes
 
 

@@ -24,11 +24,13 @@ _CROWDING_MAX = 1.0
 
 # Guesses for a node and model of which nothing is known: a machine whose memory gives about 300 GB/s.
 _BYTES_PER_SECOND = 300e9
-_LOADED_BYTES_PER_SECOND = 600e6
+_LOADED_BYTES_PER_SECOND = 2e9
+_START_SECONDS = 1.0  # of an engine, beside what it reads
 _DECODE_SECONDS = 1 / 40
 _PREFILL_SHARE = 1 / 25  # of the time that a token takes to be generated
 _LOAD_SECONDS = 8.0
 _HOPE = 0.85
+_LOAD_SHARE = 0.7  # at least, of a load and the reading after it
 
 
 class Ratio:
@@ -110,17 +112,38 @@ class Decode:
 class Speed:
     """What one node has shown with one model."""
 
-    __slots__ = ("decode", "load", "prefill")
+    __slots__ = ("_load_and_read", "decode", "load", "prefill")
 
     def __init__(self) -> None:
         self.prefill = Ratio()
         self.decode = Decode()
         self.load = Ratio()
+        self._load_and_read: tuple[float, float] | None = None
+
+    @property
+    def known(self) -> int:
+        """How many of the three are: guesses for other nodes become better with each."""
+        return self.prefill.known + self.decode.known + self.load.known
 
     def prefilled(self, tokens: float, seconds: float) -> None:
         """`tokens` are those that had to be read, without a cached prefix."""
         if tokens >= _LEAST_PREFILL_TOKENS and seconds > 0:
             self.prefill.add(tokens, seconds)
+            if self._load_and_read is not None:
+                first, self._load_and_read = self._load_and_read, None
+                self.load = Ratio()
+                self.loaded_and_read(*first)
+
+    def loaded_and_read(self, tokens: float, seconds: float, guess: float = 0.0) -> None:
+        """A load and the reading after it took so long together; `guess` is the second's share in seconds.
+
+        While nothing is known of how fast the node reads, the load is what the guess leaves; that is corrected later.
+        """
+        if self.prefill.known:
+            self.loaded(seconds - tokens * self.prefill.value)
+        else:
+            self._load_and_read = (tokens, seconds)
+            self.loaded(max(seconds - guess, _LOAD_SHARE * seconds))
 
     def decoded(self, tokens: int, seconds: float, others: float) -> None:
         """`others` is how many other streams ran meanwhile, on average."""
@@ -155,7 +178,7 @@ def prefill_guess(size: float, power: float) -> float:
 
 
 def load_guess(size: float) -> float:
-    return min(max(size / _LOADED_BYTES_PER_SECOND, 1.0), 120.0) if size else _LOAD_SECONDS
+    return min(_START_SECONDS + size / _LOADED_BYTES_PER_SECOND, 120.0) if size else _LOAD_SECONDS
 
 
 def from_others(other_nodes: Iterable[Known], same_node: Iterable[Known], power: float, size: float) -> float | None:

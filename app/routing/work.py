@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 DOUBT_SECONDS = 1.0  # for which nobody is sent to a model that may just have been driven out, until the node says
 _OVERDUE = 0.25  # of the expected time, that what should be over still takes
-_FITS, _UNCERTAIN, _HARDLY = 0.0, 0.25, 0.9  # chances that a load drives another model out
+# Chances that a load drives another model out of a memory of unknown size, where so many models would be there then.
+_FITS, _TWO, _THREE, _MORE = 0.0, 0.25, 0.5, 0.9
+_DARED = 0.25  # a chance for which it is not waited until the node is idle: whether there is room is found out once
 _AHEAD = 64  # of those who wait for a node, that are looked at one by one
+_LOADS_BLOCK = 0.5  # how likely it is that an engine serves nobody while it loads, until it shows
+SURE = 0.9
 _POWER = 0.35  # nodes with more slots are a little faster, as a rule
-_USUAL_MODELS = 3  # that engines keep at once where memory allows
 _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have shown how long that is
 
 
@@ -51,11 +54,12 @@ class Booking:
 
     __slots__ = (
         "began",
-        "decode_seconds",
+        "beside",
         "expected_first",
         "fresh",
         "hit",
         "job",
+        "output",
         "placed",
         "running_before",
         "seat",
@@ -69,8 +73,10 @@ class Booking:
         self.began: float | None = None
         self.running_before = 0.0
         self.fresh = self.hit = 0.0  # tokens to read, and tokens believed to be cached
-        self.expected_first = self.decode_seconds = 0.0
+        self.expected_first = 0.0
+        self.output = 0.0  # tokens that it will probably have
         self.waited_for_load = False
+        self.beside: Loading | None = None  # another model's load that was under way when it was sent
 
     @property
     def carries(self) -> bool:
@@ -85,10 +91,11 @@ class Booking:
 
     def left(self, now: float) -> float:
         """Seconds until it will be over."""
-        expected = self.expected_first + self.decode_seconds
+        decode = self.output * self.seat.decode_s  # as is known by now
+        expected = self.expected_first + decode
         if self.began is None:
-            return max(self.placed + expected - now, self.decode_seconds, _OVERDUE * expected)
-        return max(self.began + self.decode_seconds - now, _OVERDUE * self.decode_seconds)
+            return max(self.placed + expected - now, decode, _OVERDUE * expected)
+        return max(self.began + decode - now, _OVERDUE * decode)
 
 
 class Work:
@@ -102,6 +109,7 @@ class Work:
         "foreign_until",
         "incarnation",
         "load_over",
+        "loads_block",
         "node",
         "number",
         "promised",
@@ -134,6 +142,7 @@ class Work:
         self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
         self.together_max = 1  # most models seen in memory at once
         self.turned_out_at: int | None = None  # so many were too many
+        self.loads_block = _LOADS_BLOCK  # how likely requests for what is in memory wait while another model is loaded
         self.wanted: tuple[Candidate, Job, float] | None = None  # a load that pays, for which request, until when
         self.load_over: tuple[str, frozenset[str]] | None = None  # a model that came, and what was there before
 
@@ -146,7 +155,11 @@ class Work:
 
     def must_be_idle(self, seat: Seat) -> bool:
         """Whether an engine would wait for those who are at work with a model that has to go, and all with it."""
-        return seat.chance > 0 and bool(self.bookings)
+        return seat.chance > _DARED and bool(self.bookings) and not self.idle_others(seat)
+
+    def in_doubt(self, now: float) -> bool:
+        """Whether a load may have driven out a model that the node has not been asked about since."""
+        return any(seat.doubted_until > now for seat in self.seats.values())
 
     def in_memory(self) -> frozenset[str]:
         listed = frozenset(self.node.loaded or ())
@@ -167,7 +180,7 @@ class Work:
             return 1.0
         if count <= self.together_max:
             return _FITS
-        return _UNCERTAIN if count <= _USUAL_MODELS else _HARDLY
+        return {2: _TWO, 3: _THREE}.get(count, _MORE)
 
     def _bytes(self, models: Iterable[str]) -> float:
         """What they take: as the node says, or said when it last had them, else what their files have."""
@@ -183,6 +196,24 @@ class Work:
         """The models that are in memory or on their way, beside this one."""
         return [each for each in self.seats.values() if each is not seat and (each.loading is not None or each.warm)]
 
+    @property
+    def loads(self) -> bool:
+        """Whether a model is on its way into memory."""
+        return any(seat.loading is not None for seat in self.seats.values())
+
+    def beside(self, seat: Seat) -> Loading | None:
+        """The load of another model."""
+        return next((each.loading for each in self.seats.values() if each is not seat and each.loading), None)
+
+    def load_blocked(self, blocked: bool) -> None:
+        """A request for what was in memory waited until another model's load was over, or did not."""
+        self.loads_block += (blocked - self.loads_block) * 0.5
+        self.version += 1
+
+    def idle_others(self, seat: Seat) -> list[Seat]:
+        """Those that could be driven out at once: engines leave models alone that are at work."""
+        return [each for each in self.others(seat) if not each.count and each.loading is None]
+
     def victim(self, seat: Seat) -> Seat | None:
         """Whom a load would drive out: as engines do, the idle one that was used longest ago."""
         return min(self.others(seat), key=lambda each: (each.count > 0, each.used_at), default=None)
@@ -192,13 +223,15 @@ class Work:
         there = frozenset(self.node.loaded or ())
         self.version += 1
         self.together_max = max(self.together_max, len(there))
+        unseen = any(seat.loading is not None and seat.model not in there for seat in self.seats.values())
         for seat in self.seats.values():
             if seat.model in there and (taken := (self.node.loaded or {})[seat.model].vram_bytes):
                 seat.taken = taken
             if seat.model not in there and seat.warm_before and not seat.warm:
                 seat.demand.prefixes.forget(seat.held)  # it was unloaded
             seat.warm_before = seat.warm
-            seat.doubted_until = 0.0
+            if not unseen:
+                seat.doubted_until = 0.0
         if self.turned_out_at is not None and len(there) >= self.turned_out_at:
             self.turned_out_at = None
         if self.load_over is not None and self.load_over[0] in there:
@@ -328,6 +361,7 @@ class Seat:
 
     __slots__ = (
         "alone_s",
+        "blocked",
         "chance",
         "cold",
         "confirmed",
@@ -345,6 +379,7 @@ class Seat:
         "model",
         "prefill_s",
         "press",
+        "price",
         "ready_at",
         "rest",
         "share",
@@ -383,7 +418,9 @@ class Seat:
         self.alone_s = self.decode_s = self.prefill_s = 0.0
         self.crowding = 0.0
         self.cold = False
+        self.blocked = False  # requests wait here rather than there: another model's load comes first
         self.chance = 0.0  # that a load drives another model out
+        self.price = 0.0  # seconds that a load for its own sake costs
         self.load_s = self.load_wait = self.slot_wait = 0.0
         self.ready_at = self.press = self.rest = self.toll = self.share = 0.0
 

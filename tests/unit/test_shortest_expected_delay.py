@@ -75,6 +75,11 @@ def job(*messages: dict[str, str], tokens: int = 100, stream: bool = True) -> Jo
     return Job(Request("r", Operation.CHAT, "m", b"", {**fields, "max_tokens": tokens}, stream=stream))
 
 
+def unread() -> Job:
+    """Nothing of it is in any cache."""
+    return job({"role": "user", "content": f"{random.random()} " * 100})
+
+
 def test_the_node_that_was_faster_is_chosen() -> None:
     bench = Bench({}, {})
     for _ in range(4):
@@ -382,3 +387,148 @@ def test_whatever_happens_counts_end_at_zero_and_the_best_prediction_wins(
     best = min(map(score, predictions))
     first = bench.rank(asked)[0]
     assert score(predictions[int(first[1])]) <= best * 1.35 + 0.01  # by lot, or because it was not seen for long
+
+
+def test_a_load_is_told_from_the_reading_after_it_once_it_is_known_how_fast_that_is() -> None:
+    bench = Bench({}, loaded=())
+    seat = bench.policy.forecast.seat(bench.candidates()[0])
+    long = {"role": "user", "content": "hello " * 3000}
+
+    bench.serve(0, job(long), first=8.1, whole=9)
+    bench.serve(0, job({"role": "user", "content": "bye " * 4500}), first=0.1, whole=1)
+
+    assert seat.speed.load.value == pytest.approx(8, rel=0.02)
+
+
+def test_a_place_without_the_model_does_not_come_nearer_while_nothing_is_done_there() -> None:
+    bench = Bench({"max_concurrency": 1}, {"max_concurrency": 1}, loaded=())
+    bench.serve(0, job(), first=1.2, whole=2)
+    bench.serve(1, job(), first=1.2, whole=2)
+    for node in bench.nodes:
+        node.loaded = {}
+        assert node.work is not None
+        node.work.listed()
+    bench.rank(job())
+    before = [round(prediction.load, 3) for prediction in bench.policy.explain(bench.candidates(), job())]
+
+    bench.clock.now += 0.4
+
+    assert [round(prediction.load, 3) for prediction in bench.policy.explain(bench.candidates(), job())] == before
+    bench.nodes[1].work.seats["m"].good_until = 0.0  # type: ignore[union-attr]
+    first = [bench.rank(job())[0] for _ in range(40)]
+    assert set(first) == {"n0", "n1"}  # neither is nearer than the other
+
+
+def test_all_that_a_load_may_have_driven_out_is_doubted_until_the_node_lists_what_it_loads() -> None:
+    bench = Bench({}, loaded=("m",))
+    node = bench.nodes[0]
+    seat = bench.policy.forecast.seat(bench.candidates()[0])
+    bench.serve(0, job(), first=0.1, whole=1)
+
+    bench.send(0, job(), "other")
+    assert node.work is not None
+    assert node.work.in_doubt(bench.clock.now)
+    node.work.listed()  # it has not begun to load yet
+    assert node.work.in_doubt(bench.clock.now)
+
+    node.loaded = {"m": LoadedModel("m"), "other": LoadedModel("other")}
+    node.work.listed()
+
+    assert not node.work.in_doubt(bench.clock.now)
+    assert seat.warm
+
+
+def test_a_doubt_does_not_last_for_ever() -> None:
+    bench = Bench({}, loaded=("m",))
+    bench.serve(0, job(), first=0.1, whole=1)
+    bench.send(0, job(), "other")
+    work = bench.nodes[0].work
+    assert work is not None
+    assert work.in_doubt(bench.clock.now)
+
+    bench.clock.now += 2
+
+    assert not work.in_doubt(bench.clock.now)
+
+
+def test_who_waited_until_another_model_was_loaded_does_not_make_the_node_look_slow() -> None:
+    bench = Bench({}, loaded=("m",))
+    for _ in range(4):
+        bench.serve(0, unread(), first=0.1, whole=1)
+    seat = bench.policy.forecast.seat(bench.candidates()[0])
+    before = seat.speed.prefill.value
+    other = bench.send(0, job(), "other")
+    waiting = bench.send(0, unread())
+    assert bench.policy.explain(bench.candidates(), job())[0].load > 0
+
+    bench.clock.now += 5
+    other.began()
+    bench.clock.now += 0.1
+    waiting.began()
+
+    assert seat.speed.prefill.value == before
+    assert seat.work.loads_block > 0.7
+
+
+def test_an_engine_that_serves_while_it_loads_is_found_out() -> None:
+    bench = Bench({}, loaded=("m",))
+    for _ in range(4):
+        bench.serve(0, unread(), first=0.1, whole=1)
+    bench.send(0, job(), "other")
+
+    for _ in range(3):
+        bench.serve(0, unread(), first=0.1, whole=0.2)
+    work = bench.nodes[0].work
+
+    assert work is not None
+    assert work.loads_block < 0.1
+
+
+def test_requests_wait_here_while_an_engine_loads_that_serves_nobody_meanwhile() -> None:
+    bench = Bench({}, loaded=("m", "other"))
+    for _ in range(4):
+        bench.serve(0, job(), first=0.1, whole=1)
+    node = bench.nodes[0]
+    node.list_models([*(node.models or {}).values(), ModelInfo("third", size_bytes=5 * 10**9)])
+    bench.send(0, job(), "third")
+    work = node.work
+    assert work is not None
+    node.loaded = {name: LoadedModel(name) for name in ("m", "other", "third")}
+    work.listed()
+    slow = Bench({"speed": 0.05}, loaded=()).nodes[0]
+    candidates = [*bench.candidates(), Candidate(slow, "m")]
+    assert [candidate.node for candidate in bench.policy.rank(candidates, job())][:1] == [node]
+
+    work.loads_block = 1.0
+    work.version += 1
+
+    assert bench.policy.rank(candidates, job()) == []
+
+
+def test_a_request_is_expected_to_end_as_what_was_learned_since_says() -> None:
+    bench = Bench({}, loaded=("m",))
+    progress = bench.send(0, job(tokens=400))
+    progress.began()
+    guessed = progress.booking.left(bench.clock.now)
+    bench.serve(0, job(tokens=100), first=0.01, whole=0.1)  # a thousand tokens a second
+
+    bench.rank(job())
+    bench.policy.explain(bench.candidates(), job())
+
+    assert progress.booking.left(bench.clock.now) < guessed / 4
+
+
+def test_a_model_at_work_is_not_waited_for_where_an_idle_one_can_go() -> None:
+    bench = Bench({}, loaded=("m", "other"))
+    node = bench.nodes[0]
+    bench.serve(0, job(), first=0.1, whole=1, model="other")
+    bench.send(0, job()).began()
+    node.list_models([*(node.models or {}).values(), ModelInfo("third", size_bytes=5 * 10**9)])
+    forecast = bench.policy.forecast
+    third = forecast.seat(Candidate(node, "third"))
+    forecast.refresh(third, bench.clock.now)
+    assert third.chance > 0.25
+
+    assert not third.work.must_be_idle(third)
+    bench.send(0, job(), "other").began()
+    assert third.work.must_be_idle(third)

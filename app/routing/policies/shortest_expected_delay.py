@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from math import exp, inf
 
 from app.domain import Operation, Request
-from app.routing.forecast import LOAD_PRICE, Forecast, Prediction, Progress, investment
+from app.routing.forecast import Forecast, Prediction, Progress, investment
 from app.routing.job import Job
 from app.routing.policies.base import Policy, Terms
 from app.routing.registry import Candidate, Node
@@ -25,7 +25,6 @@ _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
 _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
-_EVICTION_PRICE = 30.0
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
@@ -50,7 +49,7 @@ class ShortestExpectedDelay(Policy):
         self.forecast = forecast or Forecast()
         self.start_load = start_load
         self._uniform = (uniform or random.Random()).random
-        self.forecast.on_idle = self._load_wanted
+        self.forecast.on_end = self._load_wanted
 
     def rank(self, candidates: list[Candidate], job: Job | None = None) -> list[Candidate]:
         """Those that are worth to be asked now, best first; none when a wait is better."""
@@ -93,7 +92,7 @@ class ShortestExpectedDelay(Policy):
             service = first + output * seat.decode_s
             if service < shortest:
                 shortest = service
-            ready = seat.ready_at - now
+            ready = max(seat.load_wait, seat.slot_wait) if seat.cold else seat.ready_at - now
             if ready > 0:
                 first += ready
                 score = ready + service
@@ -108,18 +107,30 @@ class ShortestExpectedDelay(Policy):
                 score *= _UNSEEN_BONUS ** ((newest - candidate.node.picked) // _UNSEEN_AFTER)
             scores.append((score, service, seat, candidate))
         if cold:
-            elsewhere = any(not each[2].cold for each in scores)
-            scores = [
-                (score + investment(seat, service - shortest, elsewhere), service, seat, candidate)
-                if seat.cold
-                else each
-                for each in scores
-                for score, service, seat, candidate in (each,)
-            ]
-            if arrives and self.start_load is not None:
-                self._regret(scores, job, now)
+            scores = self._with_loads(scores, shortest, job, now, arrives)
         scores.sort(key=_score)
         return self._worth_now(scores, job, now)
+
+    def _with_loads(
+        self,
+        scores: list[tuple[float, float, Seat, Candidate]],
+        shortest: float,
+        job: Job,
+        now: float,
+        arrives: bool,
+    ) -> list[tuple[float, float, Seat, Candidate]]:
+        """What a load would cost later, for the places that it could make the best."""
+        there = [each for each in scores if not each[2].cold]
+        best = min([each[0] for each in there], default=inf) * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        scores = [
+            (each[0] + investment(each[2], each[1] - shortest), *each[1:]) if each[2].cold and each[0] < best else each
+            for each in scores
+        ]
+        if arrives and there and self.start_load is not None:
+            steady = min([each[1] + each[2].slot_wait for each in there])
+            if steady > shortest:
+                self._regret(scores, steady, job, now)
+        return scores
 
     def _nowhere(self, candidates: list[Candidate], waits_for: Seat, waited: float) -> bool:
         """Whether no place is free, and the one that is waited for is still one of them: then nothing has changed."""
@@ -158,11 +169,11 @@ class ShortestExpectedDelay(Policy):
         if now < seat.doubted_until:
             return False
         if seat.cold:
-            if any(other.loading is not None for other in seat.work.seats.values()):
+            if seat.work.loads:
                 return False
             return not seat.work.must_be_idle(seat) or now - job.since > seat.load_wait
         if seat.warm:
-            return not seat.load_wait
+            return not seat.blocked
         return loading is None or now - loading.since > _LOAD_PATIENCE * loading.expected
 
     def _promise(self, job: Job, seat: Seat, service: float) -> None:
@@ -196,26 +207,24 @@ class ShortestExpectedDelay(Policy):
 
     # -- loads for their own sake
 
-    def _regret(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> None:
+    def _regret(self, scores: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
         """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
 
-        Whoever rents until the rent has cost as much as to buy never pays more than twice of what was best.
+        `steady` is what the request takes where the model is. Whoever rents until the rent has cost as much as to buy
+        never pays more than twice of what was best.
         """
-        ahead = max(each[2].share for each in scores)
-        _, best_cold = min(
-            (each[1] * ahead + _price(each[2]), place) for place, each in enumerate(scores) if each[2].cold
-        )
-        _, service_there, seat, candidate = scores[best_cold]
-        there = [each for each in scores if not each[2].cold]
-        if not there or any(other.loading is not None for _, _, other, _ in scores):
+        if any(each[2].loading is not None for each in scores):
             return
-        steady = min(service + other.slot_wait for _, service, other, _ in there)
+        colds = [each for each in scores if each[2].cold]
+        ahead = max([each[2].share for each in colds])
+        _, best = min([(each[1] * ahead + each[2].price, place) for place, each in enumerate(colds)])
+        _, service_there, seat, candidate = colds[best]
         demand = seat.demand
         demand.regret *= exp((demand.regret_at - now) / _REGRET_SECONDS)
         demand.regret_at = now
         loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
         demand.regret += loss
-        if demand.regret > _price(seat):
+        if demand.regret > seat.price:
             demand.regret = 0.0
             seat.work.wanted = (candidate, job, now + _WANTED_LOADS * seat.load_s)
             self._load_wanted(seat.work)
@@ -228,7 +237,7 @@ class ShortestExpectedDelay(Policy):
         seat, now = self.forecast.seat(candidate), self.forecast.clock()
         if seat.warm or seat.loading is not None or now > until:
             work.wanted = None
-        elif not work.must_be_idle(seat) and self._free(seat, job, now):
+        elif not (work.must_be_idle(seat) or now < seat.doubted_until or work.loads):
             work.wanted = None
             self.start_load(candidate, job)
 
@@ -250,9 +259,8 @@ class ShortestExpectedDelay(Policy):
         seats = [self.forecast.seat(candidate) for candidate in candidates]
         plain = [self.forecast.prediction(seat, job) for seat in seats]
         best = min((each.service for each in plain), default=0.0)
-        elsewhere = any(not seat.cold for seat in seats)
         return [
-            each._replace(investment=investment(seat, each.service - best, elsewhere)) if seat.cold else each
+            each._replace(investment=investment(seat, each.service - best)) if seat.cold else each
             for seat, each in zip(seats, plain, strict=True)
         ]
 
@@ -279,11 +287,6 @@ def score(prediction: Prediction) -> float:
 def _terms(prediction: Prediction) -> Terms:
     terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
     return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
-
-
-def _price(seat: Seat) -> float:
-    """Seconds that a load for its own sake costs; the surer that it drives another model out, the more."""
-    return LOAD_PRICE * seat.load_s + _EVICTION_PRICE * seat.chance * seat.toll
 
 
 def _score(each: tuple[float, float, Seat, Candidate]) -> float:
