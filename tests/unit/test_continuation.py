@@ -556,6 +556,44 @@ def test_what_white_space_does_not_keep_apart_is_never_dropped(said: str) -> Non
             assert met(whole, at).text == whole
 
 
+MILK = "No milk today at home."
+LAMP = "The lamp was lit before the kettle sang"
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        (MILK, MILK + MILK),  # the node says it twice, too
+        (MILK, MILK + "No mil"),
+        (MILK + MILK, MILK),
+        (MILK + MILK, MILK + MILK),
+        (f"So: {MILK}", MILK + MILK),
+        (f"A: {MILK} B: {MILK}", f"{MILK} C"),
+        (f"{LAMP}. So: {LAMP}, and on", f"{LAMP}; and so"),
+        ("see the old lamp", "see the old lamp of"),  # a word may go on
+        ("To be or", "To be or not"),  # few characters
+        ("let Bar\nx = new Foo.", "Bar\nx = new Foo.Bar;"),  # a line that ends as the one before, and comes again
+        ("So: Abcdefghijklmnopq.", "Abcdefghijklmnopq. So"),  # no white space
+        ("(as Bob Smith said,", "as Bob Smith said,"),
+    ],
+)
+def test_words_that_a_writer_may_have_said_twice_are_kept(begun: str, rest: str) -> None:
+    assert met(begun + rest, len(begun), step=2) == (begun + rest, False)
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        ("Abcdefghijklmnopq.", "Abcdefghijklmnopq. So"),
+        (STORY, STORY[:20]),
+        (STORY, LAMP + " again"),
+        (LAMP.lower(), LAMP.lower() + ". So"),
+    ],
+)
+def test_an_answer_that_may_have_begun_anew_is_asked_for_as_a_whole(begun: str, rest: str) -> None:
+    assert met(begun + rest, len(begun), rest) == (begun + rest, True)
+
+
 @given(st.data(), st.sampled_from([STORY, STORY + " More.", STORY + "\n"]))
 def test_of_a_whole_answer_only_what_is_new_is_said(data: st.DataObject, whole: str) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
