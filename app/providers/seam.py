@@ -17,12 +17,11 @@ from app.providers.openai_stream import decoded, payload_of
 from app.providers.written import Fields, Written, thoughts
 
 _TAIL: Final = 256  # characters at the end of the text, of which a node might repeat some
-_REPEATED_LEAST: Final = 16  # characters; less may well be meant
-_ANEW_LEAST: Final = 32
-_ALL_LEAST: Final = 16  # characters, where a node said nothing else
-_ALL_LEAST_CUT: Final = 4  # and was stopped by its limit
-_DISTINCT_SHORT: Final = 4  # different ones in a whole text that is shorter
-_DISTINCT_LEAST: Final = 8  # different ones among these: rules, tables and counting repeat themselves
+_VARIED_LEAST: Final = 8  # different characters: rules, tables and counting have fewer, and repeat themselves
+_TELLING_LEAST: Final = 16  # characters, where the words stand where no writer puts them
+_LONG_LEAST: Final = 32  # characters, elsewhere
+_STOPS: Final = ".!?"
+_PAUSES: Final = ".!?,;:)"
 _EVENTS: Final = re.compile(rb".*?(?:\n\r?\n|$)", re.DOTALL)
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -138,18 +137,24 @@ class Seam:
             holder[key] = self._joint.add(text)
             self._pieces += bool(holder[key])
         if choice.get("finish_reason") or holder.get("tool_calls") or holder.get("function_call"):
-            held = self._joint.end(cut=choice.get("finish_reason") == "length")
-            self._check_count()
+            cut = choice.get("finish_reason") == "length"
+            held = self._joint.end(cut=cut)
+            self._check_count(cut)
         self.begun = self.begun or self._joint.done
         if not held:
             return b""
         piece = {"delta": {"content": held}} if self._chat else {"text": held}
         return _event({**document, **self._head, "choices": [{"index": 0, **piece, "finish_reason": None}]})
 
-    def _check_count(self) -> None:
-        """A node that wrote the whole text again, rather than show what it was told, used up its limit with that."""
+    def _check_count(self, cut: bool) -> None:
+        """A node that wrote the whole text again, rather than show what it was told, used up its limit with that.
+
+        Where it tells no count, one that was `cut` is taken to have done so: what is left of the client's limit shows.
+        """
+        if not self._joint.repeated:
+            return
         usage = self._answer.usage
-        if self._joint.repeated and usage and usage.completion_tokens > self._pieces + self._before // 2:
+        if cut if usage is None else usage.completion_tokens > self._pieces + self._before // 2:
             raise BeganAnew
 
     def _sum(self, counts: Fields) -> Usage:
@@ -183,19 +188,32 @@ class Joint:
     """Joins two texts: `text`, of which the node was told `start`, and what it says after that.
 
     The white space at the end that the node was not told is not said twice. Nor is the whole text, or its end, where
-    a node repeats it. One that begins anew is a `NodeFailure`.
+    the node repeats it. One that begins anew is a `NodeFailure`.
+
+    A text may well repeat itself, and must not lose that. So words said twice are dropped as the node's only when
+
+    - they stand where no writer puts them: right behind a full stop or another word, without white space, or from the
+      middle of a word on;
+    - they are many, varied, and kept apart by white space, so that white space would stand before them too;
+    - and neither the text nor what the node says has them twice.
+
+    What is less sure, but begins as the whole text does, is said to be begun anew, which loses nothing: the node may be
+    asked for all, and that shows whether the text does repeat itself. All else is taken for the text's own, at the risk
+    that a few characters come twice.
     """
 
-    __slots__ = ("_compared", "_held", "_start", "_tail", "_tells", "_untold", "done", "repeated")
+    __slots__ = ("_compared", "_held", "_lead", "_opening", "_start", "_tells", "_trail", "_untold", "done", "repeated")
 
     def __init__(self, text: str, start: str) -> None:
         self.done = False
         self.repeated = False  # the whole text was
         self._compared = False
         self._held = ""
-        self._start = start.lstrip()
-        self._tail = start[-_TAIL:]
-        self._tells = len(self._start) >= _REPEATED_LEAST or len(set(self._start)) >= _DISTINCT_SHORT
+        self._start = start
+        self._opening = start.lstrip()
+        self._lead = start[: len(start) - len(self._opening)]
+        self._tells: bool | None = None
+        self._trail = start[len(start.rstrip()) :]
         self._untold = text[len(start) :]
 
     def add(self, text: str) -> str:
@@ -203,10 +221,9 @@ class Joint:
         if self.done:
             return text
         self._held += text
-        if not self._compared and self._undecided(self._held.lstrip()):
+        if not self._compare(over=False, cut=False) or not self._held.strip():
             return ""
-        self._compare()
-        return self.end() if self._held.strip() else ""
+        return self._said()
 
     def end(self, *, cut: bool = False) -> str:
         """What is held, as nothing comes that it could be compared with. Raises `NodeFailure`.
@@ -215,53 +232,103 @@ class Joint:
         """
         if self.done:
             return ""
-        core, least = self._held.strip(), _ALL_LEAST_CUT if cut else _ALL_LEAST
-        if not self._compared and least <= len(core) < len(self._start) and self._start.startswith(core):
-            raise BeganAnew  # its limit was what is left of the client's, so that it came no further
-        self._compare()
+        self._compare(over=True, cut=cut)
+        return self._said()
+
+    def _said(self) -> str:
         self.done = True
         return self._spaced(self._held)
 
-    def _compare(self) -> None:
-        """Drops what repeats the text."""
+    def _compare(self, *, over: bool, cut: bool) -> bool:
+        """Drops what repeats the text; False when that is not clear yet. Raises `BeganAnew`."""
+        if self._compared:
+            return True
         core = self._held.lstrip()
-        if not self._compared and (repeated := self._repeated(core)):
+        repeated = self._beginning(core, over, cut) if core else None
+        if repeated == 0:
+            repeated = self._ending(core, over)
+        if repeated is None and not over:
+            return False
+        if repeated:
             self._held = core[repeated:]
         self._compared = True
+        return True
 
-    def _undecided(self, core: str) -> bool:
-        """Whether it may still turn out to repeat something."""
-        if not core:
-            return True
-        if self._tells and len(core) < len(self._start) and self._start.startswith(core):
-            return True
-        return any(len(end) > len(core) and end.startswith(core) for end in self._ends(core))
+    def _between(self, core: str) -> str:
+        """The white space between the text, as the node was told it, and what it says."""
+        return self._trail + self._held[: len(self._held) - len(core)]
+
+    def _beginning(self, core: str, over: bool, cut: bool) -> int | None:
+        """How many characters are the whole text again; None when that is not clear yet. Raises `BeganAnew`."""
+        opening, between = self._opening, self._between(core)
+        same = _alike(core, opening)
+        if same == 0 or between not in ("", self._lead) or not self._can_tell():
+            return 0
+        jars = not between and _jars(self._start[-1], core[0])
+        if same < len(opening):
+            return self._part(core, same, jars, over, cut)
+        again = _again(core[same:], between + opening, over)
+        if again is None:
+            return None
+        if again or not (jars or same >= _LONG_LEAST):
+            return 0
+        if not (jars and _telling(opening)):
+            raise BeganAnew
+        self.repeated = True
+        return same
+
+    def _part(self, core: str, same: int, jars: bool, over: bool, cut: bool) -> int | None:
+        """As `_beginning`, when so many characters are the same so far, which is not the whole text."""
+        said_more = same < len(core)
+        if not (said_more or over):
+            return None
+        least = _TELLING_LEAST if jars and not said_more else _LONG_LEAST
+        if cut and jars and not said_more:
+            least = 0  # the limit was what is left of the client's, so that it came no further
+        piece = core[:same].rstrip()
+        if len(piece) >= least and _varied(piece) and self._opening.count(piece) == 1:
+            raise BeganAnew
+        return 0
+
+    def _can_tell(self) -> bool:
+        """Whether the text is varied, and not one piece some times over, which may well go on with that piece."""
+        if self._tells is None:
+            pieces = {self._opening, self._lead + self._opening}
+            self._tells = _varied(self._opening) and not any(map(_repeats, pieces))
+        return self._tells
+
+    def _ending(self, core: str, over: bool) -> int | None:
+        """How many characters are the end of the text again; None when that is not clear yet."""
+        for end in self._ends(core):
+            if core.startswith(end):
+                again = _again(core[len(end) :], end, over)
+                if again is None:
+                    return None
+                if not again:
+                    return len(end)
+            elif end.startswith(core) and not over:
+                return None
+        return 0
 
     def _ends(self, core: str) -> list[str]:
-        """The ends of the text that begin as this does, if they are long enough to tell."""
-        first = core[:_REPEATED_LEAST]
-        place = self._tail.find(first) if first else -1
-        if place < 0 or (len(first) == _REPEATED_LEAST and self._tail.find(first, place + 1) >= 0):
-            return []  # what stands there twice may well come a third time
+        """The ends of the text that begin as this does, where no writer would say them again; the longest first."""
+        start, between, first = self._start, self._between(core), core[:_TELLING_LEAST]
+        if "\n" in first or not start:
+            return []  # a line that ends as the one before it, and comes again
         ends = []
-        while 0 <= place <= len(self._tail) - _REPEATED_LEAST:
-            ends.append(self._tail[place:])
-            place = self._tail.find(first, place + 1)
+        place = start.find(first, max(1, len(start) - _TAIL))
+        while 0 <= place <= len(start) - _TELLING_LEAST:
+            before = start[place - 1]
+            if between:
+                odd = between == " " and start[-1] in _STOPS and before.isalpha() and first[0].islower()
+            else:
+                odd = before != start[-1] and _jars(start[-1], first[0])
+            if odd and _telling(start[place:]):
+                ends.append(start[place:])
+            place = start.find(first, place + 1)
+            if place >= 0 and len(first) == _TELLING_LEAST:
+                return []  # what stands there twice may well come a third time
         return ends
-
-    def _repeated(self, core: str) -> int:
-        """How many characters at the beginning the client has already."""
-        start = self._start
-        same = _alike(core, start)
-        if same == len(start) and _telling(start):
-            self.repeated = True
-            return same
-        if same == len(start) and self._tells and len(start) < _REPEATED_LEAST:
-            raise BeganAnew  # so few words may be meant: asked for the whole answer, it shows whether they were
-        piece = core[:same].rstrip()
-        if len(core) > same and len(piece) >= _ANEW_LEAST and _telling(piece) and start.count(piece) == 1:
-            raise BeganAnew
-        return max((len(end) for end in self._ends(core) if core.startswith(end) and _telling(end)), default=0)
 
     def _spaced(self, text: str) -> str:
         """Without the white space that stands there already."""
@@ -314,6 +381,34 @@ def _alike(one: str, other: str) -> int:
     return next(place for place in range(most) if one[place] != other[place])
 
 
+def _varied(text: str) -> bool:
+    """Whether it has so many different characters that they are not the same by chance."""
+    return len(set(text)) >= _VARIED_LEAST
+
+
 def _telling(text: str) -> bool:
-    """Whether it is so much, and so varied, that nobody would say it twice in a row."""
-    return len(text) >= _REPEATED_LEAST and len(set(text)) >= _DISTINCT_LEAST
+    """Whether it is so long, varied, and made of words, that nobody would say it again with nothing between."""
+    return len(text) >= _TELLING_LEAST and _varied(text) and len(text.split(maxsplit=1)) > 1
+
+
+def _repeats(text: str) -> bool:
+    """Whether it is one piece some times over."""
+    return (text + text).find(text, 1) < len(text)
+
+
+def _again(more: str, piece: str, over: bool) -> bool | None:
+    """Whether `more` begins with the piece too, behind which it comes; None when that is not clear yet.
+
+    Of an answer that is over, so much as there is counts.
+    """
+    first = piece[:_TELLING_LEAST]
+    if more.startswith(first):
+        return True
+    if not first.startswith(more):
+        return False
+    return bool(more) if over else None
+
+
+def _jars(last: str, first: str) -> bool:
+    """Whether no writer puts these characters side by side. A comma may stand before a small letter: `f(a,b)`."""
+    return (first.isalpha() and last in _STOPS) or (first.isupper() and (last in _PAUSES or last.isalpha()))

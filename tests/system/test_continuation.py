@@ -105,6 +105,20 @@ async def test_a_stream_may_die_at_any_byte(one: str, other: str) -> None:
         assert await metric(hearth, "nobody") == 0
 
 
+@pytest.mark.parametrize("line", ["- [ ] Check the valve\n", "a \nb", "The quick brown fox jumps over the lazy dog. "])
+async def test_a_text_that_repeats_itself_keeps_all_of_it(line: str) -> None:
+    first, second = pair("ollama", "vllm", text=line * 3)
+    async with first, second, gateway(**in_order(first, second)) as hearth:
+        for after in range(1, 16):
+            first.behave(Behaviour.CLOSE_MIDWAY, after=after)
+
+            answer = await tell(hearth)
+
+            assert answer.whole
+            assert answer.text == line * 3, after
+        assert await metric(hearth, "continued") > 0
+
+
 @pytest.mark.parametrize("behaviour", CUTS)
 async def test_every_way_to_die_is_gone_on_from(behaviour: Behaviour) -> None:
     first, second = pair()

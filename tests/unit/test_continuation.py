@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.domain import Failure, NodeSpec, Operation, Usage
 from app.errors import NodeFailure
 from app.providers import KINDS, prefix
 from app.providers.base import Answer, Call
-from app.providers.seam import Joint, Repetition, Seam, length_reached, total
+from app.providers.seam import BeganAnew, Joint, Repetition, Seam, length_reached, total
 from app.providers.written import KEPT_BYTES_MAX, Sent, Written
 from tests.unit.openai_events import DONE, ROLE, call, chunk, event, text, usage_chunk
 
@@ -421,6 +423,177 @@ def test_an_answer_that_begins_anew_is_none_to_go_on_with() -> None:
     assert not failed.value.counts
 
 
+class Met(NamedTuple):
+    """What a client has in the end, and whether the node was said to begin anew, and asked for all then."""
+
+    text: str
+    anew: bool
+
+
+def met(whole: str, at: int, rest: str | None = None, *, chat: bool = True, step: int = 3, cut: bool = False) -> Met:
+    """What becomes of a text that broke off there, when a node says `rest`; what is missing, unless given."""
+    begun = whole[:at]
+    told = begun.rstrip() if chat else begun
+    rest = whole[len(told) :] if rest is None else rest
+    pieces = [rest[place : place + step] for place in range(0, len(rest), step)]
+    joint = Joint(begun, told)
+    try:
+        return Met(begun + "".join([joint.add(piece) for piece in pieces]) + joint.end(cut=cut), anew=False)
+    except BeganAnew:
+        return Met(begun + Repetition(begun).add(whole), anew=True)
+
+
+PIECES = [
+    *(
+        "a",
+        "ab",
+        "a \nb",
+        "ha ",
+        "1",
+        "1234",
+        "\U0001f525",
+        "\U0001f525\u00e9 ",
+        "| --- ",
+        "=-",
+        "\n",
+    ),
+    *("cous", "1, 2, ", "no, no, no! ", "\u4f60\u597d\uff01", "row row row your boat, ", "Once upon a time. "),
+    *(
+        "The quick brown fox jumps over the lazy dog.\n",
+        "> Happy birthday to you, my dear,\n\n",
+        "- [ ] Check the valve\n",
+    ),
+    *(
+        "    self.assertEqual(first, second)\n",
+        "</div>\n</section>\n",
+        "| one | two | three |\n",
+        "print('hello world')\n",
+    ),
+    *('{"name": "Alice Smith", "age": 7}, ', "if x:\n    return compute(x)\n\n", "\tcall _subroutine_1\n"),
+]
+AROUND = [
+    ("", ""),
+    ("", "The end."),
+    ("Sure, here you go:\n\n", "\n\nThat was it."),
+    ("It says: ", "and so on"),
+    ("```\n", "```"),
+]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_text_that_repeats_itself_loses_nothing_wherever_it_breaks_off(piece: str, chat: bool) -> None:
+    for before, after in AROUND:
+        for times in (2, 3, 5):
+            whole = before + piece * times + after
+            for at in range(len(whole) + 1):
+                assert met(whole, at, chat=chat, step=1 + at % 7) == (whole, False), (at, whole)
+
+
+# No full stops and capitals: with few letters, a stop or a word might really come right before the same words again.
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("abcdefghij\u00e9\u597d1|{-; \n", min_size=1, max_size=40), min_size=1, max_size=3),
+    order=st.lists(st.integers(0, 2), min_size=1, max_size=8),
+    separator=st.sampled_from([" ", "\n", "\n\n", ", ", "\n- "]),
+    at=st.integers(0, 400),
+    chat=st.booleans(),
+    step=st.integers(1, 50),
+)
+def test_whatever_a_text_repeats_the_client_gets_it(
+    pieces: list[str], order: list[int], separator: str, at: int, chat: bool, step: int
+) -> None:
+    whole = separator.join(pieces[number % len(pieces)] for number in order)
+
+    assert met(whole, at % (len(whole) + 1), chat=chat, step=step).text == whole
+
+
+@pytest.mark.parametrize("step", [1, 4, 999])
+@pytest.mark.parametrize("lead", ["", " ", "\n\n"])
+def test_a_node_that_says_all_again_is_known_wherever_the_text_broke_off(lead: str, step: int) -> None:
+    whole = lead + STORY
+    for at in range(len(lead) + (9 if not lead else 32), len(whole) - 1):
+        assert met(whole, at, whole, step=step).text == whole
+        assert met(whole, at, STORY, step=step).text == whole
+
+
+def test_of_a_text_too_short_to_tell_a_node_doubles_a_few_characters_at_most() -> None:
+    for at in range(1, 9):
+        assert met(STORY, at, STORY).text in (STORY, STORY[:at] + STORY, STORY[:at].rstrip() + STORY)
+
+
+@pytest.mark.parametrize("more", [0, 1, 3, 8, 12, 20, 40])
+def test_a_limit_that_ends_an_answer_begun_anew_hides_it_only_for_some_characters(more: int) -> None:
+    for at in range(more + 1, len(STORY)):
+        then = met(STORY, at, STORY[:more], cut=True)
+
+        assert then.anew or len(then.text) <= at + 9
+        assert then.text.startswith(STORY[:at])
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        ("...\nThe lamp was lit before", "The lamp was lit before the kettle sang"),  # the line is begun again
+        ("so the lamp was lit before.", " e lamp was lit before. So"),  # inside a word
+        ("so the lamp was lit before.", "e lamp was lit before. So"),
+    ],
+)
+def test_an_end_that_is_said_again_is_known_where_it_does_not_read_on(begun: str, rest: str) -> None:
+    place = begun.index(rest.lstrip()[:16])
+    whole = begun + rest.lstrip()[len(begun) - place :]
+
+    assert met(whole, len(begun), rest, step=2) == (whole, False)
+
+
+@pytest.mark.parametrize(
+    "said", ["cous", "CouscousX", "deadbeef01234567", "\u6211\u4eec\u90fd\u662f\u597d\u670b\u53cb\u5440\uff0c"]
+)
+def test_what_white_space_does_not_keep_apart_is_never_dropped(said: str) -> None:
+    """Where it could be either, the node is asked for all, which shows it."""
+    for whole in (said * 2, said * 2 + "!", f"So: {said}{said}"):
+        for at in range(len(whole) + 1):
+            assert met(whole, at).text == whole
+
+
+MILK = "No milk today at home."
+LAMP = "The lamp was lit before the kettle sang"
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        (MILK, MILK + MILK),  # the node says it twice, too
+        (MILK, MILK + "No mil"),
+        (MILK + MILK, MILK),
+        (MILK + MILK, MILK + MILK),
+        (f"So: {MILK}", MILK + MILK),
+        (f"A: {MILK} B: {MILK}", f"{MILK} C"),
+        (f"{LAMP}. So: {LAMP}, and on", f"{LAMP}; and so"),
+        ("see the old lamp", "see the old lamp of"),  # a word may go on
+        ("To be or", "To be or not"),  # few characters
+        ("let Bar\nx = new Foo.", "Bar\nx = new Foo.Bar;"),  # a line that ends as the one before, and comes again
+        ("So: Abcdefghijklmnopq.", "Abcdefghijklmnopq. So"),  # no white space
+        ("(as Bob Smith said,", "as Bob Smith said,"),
+    ],
+)
+def test_words_that_a_writer_may_have_said_twice_are_kept(begun: str, rest: str) -> None:
+    assert met(begun + rest, len(begun), step=2) == (begun + rest, False)
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        ("Abcdefghijklmnopq.", "Abcdefghijklmnopq. So"),
+        (STORY, STORY[:20]),
+        (STORY, LAMP + " again"),
+        (LAMP.lower(), LAMP.lower() + ". So"),
+    ],
+)
+def test_an_answer_that_may_have_begun_anew_is_asked_for_as_a_whole(begun: str, rest: str) -> None:
+    assert met(begun + rest, len(begun), rest) == (begun + rest, True)
+
+
 @given(st.data(), st.sampled_from([STORY, STORY + " More.", STORY + "\n"]))
 def test_of_a_whole_answer_only_what_is_new_is_said(data: st.DataObject, whole: str) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
@@ -484,6 +657,29 @@ def test_the_end_alone_may_be_missing() -> None:
 
     assert [each["choices"][0]["finish_reason"] for each in documents(out)] == ["stop"]
     assert out.endswith(DONE)
+
+
+@pytest.mark.parametrize(
+    ("finish", "counts", "anew"),
+    [
+        ("stop", None, False),
+        ("length", None, True),  # the limit may have been used up by what the client has
+        ("length", 1, False),  # a node that shows what it was told, and counts what it wrote
+        ("length", 20, True),
+        ("stop", 20, True),
+    ],
+)
+def test_a_text_said_again_within_the_limit_is_no_end(finish: str, counts: int | None, anew: bool) -> None:
+    joined = seam(said(*re.findall(r" ?\S+", STORY)))
+    first = documents(joined.feed(event(text(STORY)) + event(text(" So"))))
+    usage = {"prompt_tokens": 20, "completion_tokens": counts, "total_tokens": 20 + (counts or 0)}
+    end = event(chunk(finish=finish)) + (event(usage_chunk(usage)) if counts else b"") + DONE
+
+    with pytest.raises(BeganAnew) if anew else nullcontext():
+        joined.feed(end)
+
+    assert [each["choices"][0]["delta"] for each in first] == [{"content": " So"}]
+    assert joined.ended
 
 
 def test_text_that_is_held_comes_before_the_end() -> None:
@@ -595,7 +791,7 @@ def spoken(events: bytes, operation: Operation) -> str:
 words_of_few_letters = st.lists(st.text("ab \n\u00e9\U0001f525", min_size=1, max_size=5), min_size=1, max_size=12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     words=words_of_few_letters,
     kinds=st.lists(st.sampled_from(["vllm", "ollama", "llamacpp"]), min_size=1, max_size=4),
@@ -603,6 +799,7 @@ words_of_few_letters = st.lists(st.text("ab \n\u00e9\U0001f525", min_size=1, max
     ends=st.lists(st.integers(0, 4000), min_size=4, max_size=4),
     cuts=st.lists(st.integers(0, 4000), max_size=6),
 )
+@example(words=["a \nb", "a \nb"], kinds=["vllm"] * 3, operation=Operation.CHAT, ends=[0, 0, 378, 0], cuts=[])
 def test_a_stream_that_dies_anywhere_and_goes_on_is_the_whole_text(
     words: list[str], kinds: list[str], operation: Operation, ends: list[int], cuts: list[int]
 ) -> None:
