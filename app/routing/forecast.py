@@ -16,7 +16,6 @@ from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, 
 Clock = Callable[[], float]
 
 _LOAD_PRICE = 0.5  # what a load for its own sake costs, as a share of the time that it takes
-_POW = 2.0
 _EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
@@ -224,7 +223,7 @@ class Forecast:
         waiting = sum([job.seat is not seat for job in work.promised])
         waiting += sum([booking.began is None and booking.seat is not seat for booking in work.bookings])
         seat.toll += work.loads_block * load * waiting
-        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance**_POW * seat.toll
+        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
