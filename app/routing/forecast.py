@@ -223,7 +223,7 @@ class Forecast:
         waiting = sum([job.seat is not seat for job in work.promised])
         waiting += sum([booking.began is None and booking.seat is not seat for booking in work.bookings])
         seat.toll += work.loads_block * load * waiting
-        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * chance * seat.toll
+        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
