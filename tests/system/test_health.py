@@ -56,6 +56,10 @@ def _changes(hearth: Gateway, name: str = "n0") -> list[str]:
     return [line["state"] for line in changes if line["before"] != "unknown"]
 
 
+def _asked(node: FakeNode[Any], path: str) -> int:
+    return sum(request.path == path for request in node.requests)
+
+
 async def _probes(node: FakeNode[Any], count: int) -> None:
     """Waits for so many more requests of probes."""
     enough = len(node.requests) + count
@@ -213,6 +217,21 @@ async def test_a_request_that_finds_nobody_there_has_the_node_looked_at_at_once(
         await hearth.chat()
 
         await hearth.state("n0", "down")
+
+
+async def test_a_node_is_asked_again_and_again_what_a_load_has_left_in_its_memory() -> None:
+    async with (
+        FakeOllama(models=["m", "other"], load_seconds=0.9) as node,
+        gateway(node, health_check_interval=60) as hearth,
+    ):
+        await hearth.chat("m")
+        asked = _asked(node, "/api/ps")
+        loading = asyncio.create_task(hearth.chat("other"))
+
+        await until(lambda: _asked(node, "/api/ps") >= asked + 4 or loading.done(), "it is asked what is in memory")
+
+        assert not loading.done()
+        await loading
 
 
 # -- what is shown is what is done

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.decision import microseconds
-from benchmarks.scheduling import play, random_scene, scenes
+from benchmarks.scheduling import faster, play, random_scene, scenes
 
 
 @pytest.mark.parametrize("cluster", ["four", "pair"])
@@ -30,6 +30,19 @@ def test_it_is_near_to_what_someone_who_knows_all_would_do() -> None:
 
     assert mean(ours.stretch) < 1.3 * mean(best.stretch)
     assert ours.loads <= 4
+
+
+@pytest.mark.parametrize(("hints", "limit"), [(True, 1.2), (False, 1.35)], ids=["hints", "no hints"])
+def test_an_uneven_cluster_is_used_nearly_as_by_someone_who_knows_it(hints: bool, limit: float) -> None:
+    scene = faster(scenes()["four"], 8)
+    seeds = range(21, 31)
+
+    ours = [play(scene, "shortest_expected_delay", seed=seed, count=40, hints=hints) for seed in seeds]
+    best = [play(scene, "placed", seed=seed, count=40) for seed in seeds]
+
+    assert not any(result.failed for result in ours)
+    assert mean(mean(result.stretch) for result in ours) < limit * mean(mean(result.stretch) for result in best)
+    assert max(result.loads for result in ours) <= 8
 
 
 def test_models_do_not_drive_each_other_out_in_turn() -> None:
