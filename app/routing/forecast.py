@@ -15,7 +15,7 @@ from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, 
 
 Clock = Callable[[], float]
 
-_LOAD_PRICE = 0.5  # what a load for its own sake costs, as a share of the time that it takes
+_LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
@@ -524,9 +524,14 @@ class Progress:
         return self.booking.carries
 
 
-def investment(seat: Seat, worse: float) -> float:
-    """What a load here costs later requests, compared with the best place; never more than to move once."""
-    return min(seat.share * max(0.0, worse), seat.load_s)
+def investment(seat: Seat, worse: float, comes: bool) -> float:
+    """What a load here costs later requests, compared with the best place; never more than to move once.
+
+    Where the model `comes` to another place already, a second load has a price of its own, or two would be started
+    where one is nearly as good.
+    """
+    later = min(seat.share * max(0.0, worse), seat.load_s)
+    return later + _LOAD_PRICE * seat.load_s if comes else later
 
 
 def _learn_reading(booking: Booking, timings: Timings, usage: Usage) -> None:

@@ -98,6 +98,7 @@ async def test_flags_win_over_the_environment_and_that_over_the_env_file(tmp_pat
         await hearth.serving()
 
         known = await hearth.client.get("/v1/models", headers={"authorization": "Bearer from-the-file"})
+        await until(lambda: hearth.lines, "its first line has come through the pipe")
 
         assert known.status_code == 200
         assert (await hearth.client.get("/v1/models")).status_code == 401

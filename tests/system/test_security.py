@@ -561,5 +561,6 @@ async def test_tls_is_served_with_the_operators_certificate(tmp_path: Path) -> N
             async with httpx.AsyncClient() as doubting:
                 with pytest.raises(httpx.ConnectError, match="certificate"):
                     await doubting.get(hearth.url)
+            await until(lambda: hearth.lines, "its first line has come through the pipe")
             assert hearth.lines[0]["url"] == hearth.url
             assert b"Traceback" not in hearth.stderr

@@ -122,13 +122,16 @@ class ShortestExpectedDelay(Policy):
         """What a load would cost later, for the places that it could make the best."""
         there = [each for each in scores if not each[2].cold]
         best = min([each[0] for each in there], default=inf) * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        comes = any(each[2].loading is not None for each in there)
         scores = [
-            (each[0] + investment(each[2], each[1] - shortest), *each[1:]) if each[2].cold and each[0] < best else each
+            (each[0] + investment(each[2], each[1] - shortest, comes), *each[1:])
+            if each[2].cold and each[0] < best
+            else each
             for each in scores
         ]
         if arrives and there and self.start_load is not None:
             steady = min([each[1] + each[2].slot_wait for each in there])
-            if steady > shortest:
+            if steady > shortest and not comes:
                 self._regret(scores, steady, job, now)
         return scores
 
@@ -213,8 +216,6 @@ class ShortestExpectedDelay(Policy):
         `steady` is what the request takes where the model is. Whoever rents until the rent has cost as much as to buy
         never pays more than twice of what was best.
         """
-        if any(each[2].loading is not None for each in scores):
-            return
         colds = [each for each in scores if each[2].cold]
         ahead = max([each[2].share for each in colds])
         _, best = min([(each[1] * ahead + each[2].price, place) for place, each in enumerate(colds)])
@@ -259,8 +260,9 @@ class ShortestExpectedDelay(Policy):
         seats = [self.forecast.seat(candidate) for candidate in candidates]
         plain = [self.forecast.prediction(seat, job) for seat in seats]
         best = min((each.service for each in plain), default=0.0)
+        comes = any(seat.loading is not None for seat in seats)
         return [
-            each._replace(investment=investment(seat, each.service - best)) if seat.cold else each
+            each._replace(investment=investment(seat, each.service - best, comes)) if seat.cold else each
             for seat, each in zip(seats, plain, strict=True)
         ]
 
