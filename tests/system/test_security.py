@@ -19,7 +19,7 @@ from app.telemetry.logs import make_logger
 from tests.fakes import KINDS, Behaviour, FakeCloud, FakeGeneric, FakeNode, FakeOllama, FakeOpenAI, FakeVLLM, On
 from tests.fakes.flavours import VLLM
 from tests.system.gateway_process import GatewayProcess
-from tests.system.harness import Lines, gateway, node_settings
+from tests.system.harness import Lines, gateway, node_settings, until
 from tests.system.plain_client import JSON, connected, request, send
 from tests.system.reading import read
 
