@@ -116,7 +116,7 @@ class Preload:
         """Whether a load costs nobody anything; one at a time."""
         seat = self._forecast.seat(candidate)
         work = seat.work
-        if any(other.loading is not None for other in work.seats.values()):
+        if work.loads:
             return False
         chance = work.chance_of_eviction(seat.takes)
         if not chance:
