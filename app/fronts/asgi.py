@@ -47,7 +47,7 @@ def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
-_WATCH_AFTER_SECONDS = 0.02
+_WATCH_AFTER_SECONDS = 0.04
 
 
 class ClientGone(Exception):
@@ -127,15 +127,17 @@ class ClientWatch:
     """Cancels the work inside it when the client leaves, and swallows that cancellation; `gone` then tells.
 
     Enter it when the body has been read: from then on the server has only the client's leaving to report. It is begun
-    after 20 ms, since an answer that is there sooner needs no watch, and a task costs what a small answer does.
+    after 40 ms, since an answer that is there sooner needs no watch, and a task costs what a small answer does.
     """
 
-    __slots__ = ("_done", "_receive", "_starts", "_task", "_watcher", "gone")
+    __slots__ = ("_deadline", "_done", "_limit", "_receive", "_starts", "_task", "_watcher", "gone")
 
     def __init__(self, receive: Receive, starts: WatchStarts) -> None:
         self.gone = False
+        self._deadline: float | None = None
         self._starts = starts
         self._done = False
+        self._limit: asyncio.TimerHandle | None = None
         self._receive = receive
         self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -150,12 +152,25 @@ class ClientWatch:
         """Watches from now on, if the work goes on still."""
         if self._task is not None:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            self._set_limit()
+
+    def ends_at(self, deadline: float) -> None:
+        """A client that reads so slowly that its answer lasts until then, on the loop's clock, counts as gone."""
+        self._deadline = deadline
+        if self._watcher is not None:
+            self._set_limit()
+
+    def _set_limit(self) -> None:
+        if self._deadline is not None:
+            self._limit = asyncio.get_running_loop().call_at(self._deadline, self._leave)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         task, watcher = self._task, self._watcher
         assert task is not None
         if watcher is not None:
             watcher.cancel()
+        if self._limit is not None:
+            self._limit.cancel()
         # The watcher's end holds on to this object: without this the two would wait for the garbage collector.
         self._task = self._watcher = None
         return self.gone and kind is asyncio.CancelledError and task.uncancel() == 0
@@ -167,6 +182,10 @@ class ClientWatch:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not self._done and self._task is not None:
+        if not self._done:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._task is not None and not self.gone:
             self.gone = True
             self._task.cancel()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -108,7 +107,9 @@ class Inference:
                 dispatching = self._dispatcher.dispatch(request, exchange.trail)
                 reply = await (dispatching if self._keep_alive is None else self._kept_alive(dispatching, exchange))
                 try:
-                    await (exchange.relay(reply, watch) if reply.over else _in_time(exchange, reply, watch))
+                    # A client that does not read on must not hold the node for longer than a request may take.
+                    watch.ends_at(reply.deadline + _PARTING_SECONDS)
+                    await exchange.relay(reply, watch)
                 finally:
                     reply.close()
         except HearthError as error:
@@ -302,13 +303,6 @@ class _Exchange:
 
 def _start(headers: Lines) -> Message:
     return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-async def _in_time(exchange: _Exchange, reply: Reply, watch: ClientWatch) -> None:
-    """Relays the answer. A client that does not read on must not hold the node for longer than a request may take."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout_at(reply.deadline + _PARTING_SECONDS):
-            await exchange.relay(reply, watch)
 
 
 def _forwarded(headers: dict[bytes, bytes], request_id: str) -> tuple[tuple[str, str], ...]:
