@@ -73,7 +73,7 @@ class Requests:
     def __init__(self, traits: Traits) -> None:
         self._traits = traits
         self._removed = PRIVATE_FIELDS | traits.dropped
-        self._watched = self._removed | traits.refused_defaults.keys() | {"tool_choice", "stream_options"}
+        self._watched = self._removed | traits.refused_defaults.keys() | {"tool_choice"}
         if traits.old_limit:
             self._watched |= {_NEW_LIMIT}
         if traits.new_limit_models is not None:
@@ -97,15 +97,21 @@ class Requests:
         return call.request.stream and self._traits.usage_on_request
 
     def _changes(self, call: Call) -> dict[str, Any]:
-        """New values of top-level fields. The two tests come first as most requests end there."""
+        """New values of top-level fields."""
+        fields = call.request.fields
+        changes = self._repairs(call)
+        if self._asks_usage(call) and (changes or "stream_options" in fields):
+            changes.update(_usage_options(fields))
+        return changes
+
+    def _repairs(self, call: Call) -> dict[str, Any]:
+        """Those for which the node would refuse the request. The two tests come first as most requests end there."""
         fields = call.request.fields
         nulls = not self._traits.takes_null and None in fields.values()
         if not nulls and self._watched.isdisjoint(fields) and call.output_limit is None:
             return {}
         changes = {name: _GONE for name, value in fields.items() if self._unwanted(name, value, fields)}
         changes.update(self._limit(call))
-        if self._asks_usage(call) and (changes or "stream_options" in fields):
-            changes.update(_usage_options(fields))
         return changes
 
     def _unwanted(self, name: str, value: Any, fields: Mapping[str, Any]) -> bool:
