@@ -1,9 +1,8 @@
 """One HTTP/1.1 connection to a node: a request goes out, an answer comes in. The only module that knows httptools.
 
 An answer is read in pieces as they come. While nobody reads, little is taken from the socket, so that a slow client
-slows the node down instead of filling the memory. And where the pieces of a stream come faster than one in a
-millisecond, which no reader can follow, the socket is left alone for two after each, and read once for all that has
-come meanwhile.
+slows the node down instead of filling the memory. And where a stream comes faster than one piece in a millisecond,
+which no reader can follow, the socket is left alone for two after each, and read once for all that has come meanwhile.
 """
 
 from __future__ import annotations
@@ -127,10 +126,12 @@ class Connection(asyncio.Protocol):
             self._read_on()
         return data
 
-    def moderate(self) -> None:
-        """What follows is a stream, which may be read a little later where it is fast. Its first piece has come now."""
+    def moderate(self, *, fast: bool) -> None:
+        """What follows is a stream, which may be read a little later where it is fast, as its first piece may show."""
         self._moderate = True
         self._heard_at = self.loop.time()
+        if fast:
+            self._take_rest()
 
     @property
     def drained(self) -> bool:
@@ -200,11 +201,15 @@ class Connection(asyncio.Protocol):
     def _moderated(self) -> None:
         """Rests after a piece that came right after another one."""
         now = self.loop.time()
-        if now - self._heard_at < _FAST_SECONDS and self._rest is None and self._transport is not None:
+        if now - self._heard_at < _FAST_SECONDS:
+            self._take_rest()
+        self._heard_at = now
+
+    def _take_rest(self) -> None:
+        if self._rest is None and self._transport is not None:
             self._rest = self.loop.call_later(_REST_SECONDS, self._rested)
             if not self._paused:
                 self._transport.pause_reading()
-        self._heard_at = now
 
     def _rested(self) -> None:
         self._rest = None

@@ -32,6 +32,7 @@ _SWEEP_SECONDS = 1.0
 _ADDRESS_SECONDS = 30.0  # how long a name's addresses are taken for current
 _NEXT_ADDRESS_SECONDS = 0.25  # as RFC 8305 recommends
 _ERROR_BODY_BYTES = 64 * 1024
+_EVENTS_AT_ONCE = 2  # some engines say in two that they begin, and how
 _DRAIN_SECONDS = 0.25
 _LOOK_SECONDS = 0.05
 _TOO_LATE = {
@@ -178,12 +179,12 @@ class NodeResponse:
     def headers(self) -> Mapping[str, str]:
         return self._connection.headers
 
-    def began(self, *, stream: bool) -> None:
-        """Content has come: from now on it is the gap between pieces that is limited."""
+    def began(self, events: int) -> None:
+        """Content has come: from now on it is the gap between pieces that is limited. Of a stream, so many events."""
         if not self.at_end:
             self._watchdog.content()
-            if stream:
-                self._connection.moderate()
+            if events:
+                self._connection.moderate(fast=events > _EVENTS_AT_ONCE)
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the end. Raises `NodeFailure`."""

@@ -7,7 +7,6 @@ came before is returned first: `ended` is set, and the next `feed` or `finish` r
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +21,6 @@ from app.providers.openai_faults import event_error
 MAX_EVENT_BYTES = 16 * 2**20
 
 _JSON_EVENT_ENDS = (b"}\n\n", b"}\r\n\r\n")
-_BLANK_LINE = re.compile(rb"\n\r?\n")
 _DONE = b"data: [DONE]\n\n"
 _FIELDS = (b":", b"data", b"event", b"id", b"retry")  # what a line of a stream may begin with
 _ANY_CALL, _NEW_CALL = b'"function"', b'"name"'  # what a piece of a tool call has in it, and its first one only
@@ -40,9 +38,9 @@ class EventStream:
         "_expected",
         "_failure",
         "_finish_mark",
-        "_head",
         "_held",
         "_name",
+        "_opening",
         "_renaming",
         "_request",
         "_usage_event",
@@ -73,7 +71,7 @@ class EventStream:
         self._renaming: tuple[bytes, bytes] | None = None
         self._held = bytearray()  # an event of which the end has not come yet
         self._calm = False  # nothing is held, and the next event most likely is just more text
-        self._head: Fields | None = None
+        self._opening = b""  # the first event that had choices
         self._usage_event = b""
         self._failure: NodeFailure | RequestRefused | None = None
 
@@ -175,7 +173,7 @@ class EventStream:
 
     def _nothing(self) -> Exception:
         """Why there was no content."""
-        if self._head is not None or payload_of(bytes(self._held)) is not None:
+        if self._opening or payload_of(bytes(self._held)) is not None:
             return NodeFailure(Failure.CUT, "the node's answer ended before its first content")
         text = bytes(self._held).strip()
         if not text or text.startswith(b":"):
@@ -206,8 +204,10 @@ class EventStream:
             return start
         end = len(events)
         for mark in (b'"error"', self._finish_mark, self._usage_mark, b"[DONE]", *self._watched):
-            if events.rfind(mark, start, end) >= 0:
-                end = events.find(mark, start, end)
+            last = events.rfind(mark, start, end)
+            if last >= 0:
+                # Most often it is the only one, and `rfind` is so much faster that looking twice pays.
+                end = last if events.rfind(mark, start, last) < 0 else events.find(mark, start, last)
         return end if end == len(events) else _end_of_events(events, start, end) or start
 
     def _renamed(self, events: bytes) -> bytes:
@@ -243,7 +243,9 @@ class EventStream:
         reason = "tool_calls" if self._choices.called_tools else "stop"
         self.finish_reason = self._choices.finished[0] = reason
         delta: Fields = {"delta": {}} if self._request.operation is Operation.CHAT else {"text": ""}
-        return self._encoded({**(self._head or {}), "choices": [{"index": 0, **delta, "finish_reason": reason}]})
+        opening = decoded(payload_of(self._opening) or b"") or {}
+        head = {key: opening[key] for key in _HEAD if key in opening}
+        return self._encoded({**head, "choices": [{"index": 0, **delta, "finish_reason": reason}]})
 
     def _document(self, payload: bytes, event: bytes) -> bytes:
         document = decoded(payload)
@@ -260,8 +262,8 @@ class EventStream:
             return self._without_choices(document, event)
         if not isinstance(choices, list):
             raise _malformed("choices that are no list")
-        if self._head is None:
-            self._learn(document, event)
+        if not self._opening:
+            self._learn(event)
         changed = self._choices.repair(choices)
         self.finish_reason = self._choices.finish_reason
         self.begun = self.begun or holds_content(choices)
@@ -290,9 +292,9 @@ class EventStream:
             raise _malformed("an event without choices")
         return self._named(document, event)
 
-    def _learn(self, document: Fields, event: bytes) -> None:
+    def _learn(self, event: bytes) -> None:
         """Remembers how this node writes its events."""
-        self._head = {key: document[key] for key in _HEAD if key in document}
+        self._opening = event
         if b'"choices": ' in event:
             self._finish_mark = b'"finish_reason": "'
             self._usage_mark = b'"usage": {'
@@ -327,8 +329,8 @@ def _quoted(name: str) -> bytes:
 
 def _watched(request: Request, both_reasoning_names: bool) -> tuple[bytes, ...]:
     """More words that an event must be decoded for."""
-    words = {b'"reasoning"': both_reasoning_names, _ANY_CALL: bool(request.fields.get("tools"))}
-    return tuple(word for word, wanted in words.items() if wanted)
+    calls = (_ANY_CALL,) if request.fields.get("tools") else ()
+    return (b'"reasoning"', *calls) if both_reasoning_names else calls
 
 
 def _expected_choices(request: Request) -> int:
@@ -342,8 +344,9 @@ def _expected_choices(request: Request) -> int:
 
 def _end_of_events(data: bytes | bytearray, start: int, end: int | None = None) -> int:
     """Where the last complete event ends; 0 when none does. A blank line between `start` and `end` ends an event."""
-    short, long = data.rfind(b"\n\n", start, end), data.rfind(b"\n\r\n", start, end)
-    return max(short + 2 if short >= 0 else 0, long + 3 if long >= 0 else 0)
+    short = data.rfind(b"\n\n", start, end)
+    long = data.rfind(b"\n\r\n", max(short, start), end)
+    return long + 3 if long >= 0 else short + 2 if short >= 0 else 0
 
 
 def _end_of_event(events: bytes, start: int) -> int:
@@ -353,8 +356,9 @@ def _end_of_event(events: bytes, start: int) -> int:
         bare += 1
     if bare > start:
         return bare
-    blank = _BLANK_LINE.search(events, start)
-    return blank.end() if blank else len(events)
+    short = events.find(b"\n\n", start)
+    long = events.find(b"\n\r\n", start, short if short >= 0 else None)
+    return long + 3 if long >= 0 else short + 2 if short >= 0 else len(events)
 
 
 def payload_of(event: bytes) -> bytes | None:

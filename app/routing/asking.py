@@ -76,11 +76,10 @@ class Asking:
             over = not data or answer.ended
         if over:
             held.append(answer.finish())
-        response.began(stream=plan.request.stream)
+        first = b"".join(held)
+        response.began(plan.trail.began(first, time.perf_counter(), stream=plan.request.stream))
         attempt.answering()
         plan.committed = True
-        first = b"".join(held)
-        plan.trail.began(first, time.perf_counter(), stream=plan.request.stream)
         total = None if plan.rest is None else plan.rest.total
         return Reply(attempt, response, answer, plan.trail, first, over=over, deadline=plan.deadline, total=total)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from app.domain import AttemptRecord, NodeSpec, Usage
 from app.routing.spans import RequestSpan
 
-EVENT = b"data: "  # begins every event of a stream
+EVENT = b'"choices"'  # stands once in every event that says something, and in no text, where quotes are escaped
 CONTINUED = "continued"  # the turn of a stream with which another node went on
 UNROUTED = "unrouted"  # how a request is counted that came to no route
 
@@ -66,14 +66,16 @@ class Trail:
         """Why the node that was asked last, in a few words."""
         return "only candidate" if self.candidates <= 1 else f"{policy} over {self.candidates}"
 
-    def began(self, first: bytes, now: float, *, stream: bool) -> None:
-        """Takes a node's first content."""
+    def began(self, first: bytes, now: float, *, stream: bool) -> int:
+        """Takes a node's first content, and tells how many events of a stream it is."""
         if self.first_content is None:
             self.first_content = now
-        if stream:
-            self.events += first.count(EVENT)
-        else:
+        if not stream:
             self.document_bytes = len(first)
+            return 0
+        events = first.count(EVENT)
+        self.events += events
+        return events
 
     def part_ended(self) -> None:
         """Another node goes on with the stream."""

@@ -58,7 +58,7 @@ async def answering(wire: Wire) -> Connection:
 @pytest.fixture
 async def connection(answering: Connection) -> Connection:
     """One on which a stream has begun, a while ago."""
-    answering.moderate()
+    answering.moderate(fast=False)
     await asyncio.sleep(0.003)
     return answering
 
@@ -76,11 +76,20 @@ async def test_a_fast_stream_is_left_alone_for_a_moment_after_each_piece(connect
 async def test_a_piece_right_after_the_one_that_began_the_stream_is_followed_by_a_rest(
     answering: Connection, wire: Wire
 ) -> None:
-    answering.moderate()
+    answering.moderate(fast=False)
     assert wire.reading
     answering.data_received(_chunk(b"a"))
 
     assert not wire.reading
+
+
+async def test_a_stream_that_begins_with_many_events_at_once_is_left_alone_from_the_first_on(
+    answering: Connection, wire: Wire
+) -> None:
+    answering.moderate(fast=True)
+
+    assert not wire.reading
+    await until(lambda: wire.reading, "it is read again")
 
 
 async def test_pieces_that_come_one_by_one_are_read_at_once(connection: Connection, wire: Wire) -> None:
