@@ -38,6 +38,18 @@ class BeganAnew(NodeFailure):
         super().__init__(Failure.NOT_CONTINUED, "it began the answer anew instead of going on with it", counts=False)
 
 
+class AnotherAnswer(NodeFailure):
+    """Asked for the whole answer again, the node said something else. It may go on with this one all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(Failure.NOT_CONTINUED, "it gave another answer", counts=False)
+
+
+def tells_little(written: Written) -> bool:
+    """Whether the text is so short that nobody could see whether a node goes on with it or says it again."""
+    return written.begins and len(written.start) < _LONG_LEAST and not Joint(written.text, written.start).can_tell()
+
+
 def length_reached(operation: Operation, written: Written, usage: Usage | None) -> bytes:
     """The end of a stream of which the client's limit is used up already. With `usage` the client wants to see it."""
     delta: Fields = {"delta": {}} if operation is Operation.CHAT else {"text": ""}
@@ -262,7 +274,7 @@ class Joint:
         """How many characters are the whole text again; None when that is not clear yet. Raises `BeganAnew`."""
         opening, between = self._opening, self._between(core)
         same = _alike(core, opening)
-        if same == 0 or between not in ("", self._lead) or not self._can_tell():
+        if same == 0 or between not in ("", self._lead) or not self.can_tell():
             return 0
         jars = not between and _jars(self._start[-1], core[0])
         if same < len(opening):
@@ -270,7 +282,7 @@ class Joint:
         again = _again(core[same:], between + opening, over)
         if again is None:
             return None
-        if again or not (jars or same >= _LONG_LEAST):
+        if again:
             return 0
         if not (jars and _telling(opening)):
             raise BeganAnew
@@ -290,7 +302,7 @@ class Joint:
             raise BeganAnew
         return 0
 
-    def _can_tell(self) -> bool:
+    def can_tell(self) -> bool:
         """Whether the text is varied, and not one piece some times over, which may well go on with that piece."""
         if self._tells is None:
             pieces = {self._opening, self._lead + self._opening}
@@ -361,14 +373,14 @@ class Repetition:
         if len(self._held) <= len(self._text) and self._text.startswith(self._held):
             return ""
         if not self._held.startswith(self._text):
-            raise not_continued("it gave another answer")
+            raise AnotherAnswer
         self.done = True
         return self._held[len(self._text) :]
 
     def end(self, *, cut: bool = False) -> str:
         """Raises `NodeFailure` where the answer is shorter than what the client has."""
         if not self.done and self._held != self._text:
-            raise not_continued("it gave another answer")
+            raise AnotherAnswer
         self.done = True
         return ""
 

@@ -15,7 +15,7 @@ from app.domain import Failure, Operation, Request, Usage
 from app.errors import HearthError, NodeFailure
 from app.providers import prefix
 from app.providers.base import Answer
-from app.providers.seam import BeganAnew, Seam, length_reached, not_continued, total
+from app.providers.seam import AnotherAnswer, BeganAnew, Seam, length_reached, not_continued, tells_little, total
 from app.providers.written import Sent, Written
 from app.routing import trail
 from app.routing.attempt import Attempt
@@ -115,10 +115,11 @@ class Continuation:
         left = prefix.tokens_left(client, rest.written.tokens)
         if left is not None and left <= 0:
             return _length_reached(plan, client, rest.written)
-        plan.go_on(rest, attempt.candidate, failure, self._unable(client.operation))
+        rest.whole = tells_little(rest.written) and not rest.written.reasoning
+        plan.go_on(rest, attempt.candidate, failure, () if rest.whole else self._unable(client.operation))
         if self._where is not Where.ALL:
             plan.cloud_refusal = plan.cloud_refusal or KEPT_LOCAL
-        reply = await self._elsewhere(plan) or await self._anew(plan, rest)
+        reply = await self._elsewhere(plan) or await self._otherwise(plan, rest)
         plan.trail.turns.append(Turn.NOBODY if reply is None else Turn.CONTINUED)
         if reply is None:
             raise failure  # the client hears why the node failed that it listened to; the attempts say the rest
@@ -156,12 +157,13 @@ class Continuation:
             pass
         return None
 
-    async def _anew(self, plan: Plan, rest: Rest) -> Reply | None:
-        """Asks those for the whole answer who said the same again instead of going on."""
-        willing = [candidate for candidate, why in plan.failures if isinstance(why, BeganAnew)]
+    async def _otherwise(self, plan: Plan, rest: Rest) -> Reply | None:
+        """Asks those for the whole answer who said the same again instead of going on, and the other way round."""
+        odd = AnotherAnswer if rest.whole else BeganAnew
+        willing = [candidate for candidate, why in plan.failures if isinstance(why, odd)]
         if not willing:
             return None
-        rest.whole = True
+        rest.whole = not rest.whole
         plan.start_over(willing)
         return await self._elsewhere(plan)
 

@@ -333,6 +333,44 @@ async def test_a_node_that_only_ever_begins_anew_is_asked_for_the_whole_answer(a
         assert await metric(hearth, "nobody") == await hearth.in_flight() == 0
 
 
+@pytest.mark.parametrize("other", ["ollama", "generic"])
+async def test_a_text_of_which_hardly_anything_was_said_is_asked_for_as_a_whole(other: str) -> None:
+    """So few words tell nothing of whether a node goes on with them, and no node has to know how to."""
+    count = "".join(f"t{number} " for number in range(40))
+    first, anew = pair("ollama", other, text=count)
+    async with first, anew, gateway(**in_order(first, anew)) as hearth:
+        if other == "ollama":
+            anew.engine.goes_on = False
+        for after in range(1, 31 if other == "ollama" else 6):
+            first.behave(Behaviour.RESET_MIDWAY, after=after)
+
+            answer = await tell(hearth)
+
+            assert answer.whole, after
+            assert answer.text == count, after
+        assert await metric(hearth, "nobody") == 0
+
+
+async def test_a_node_that_has_another_answer_goes_on_with_the_few_words_that_were_said() -> None:
+    first, other = pair()
+
+    def in_another_mood(body: Mapping[str, Any], thinking: bool) -> prefills.Start:
+        start = prefills.when_flagged(body, thinking)
+        other.script.text = STORY if start.text else "One day, all was well."
+        return start
+
+    other.engine.flavour = replace(VLLM, prefill=in_another_mood)
+    async with first, other, gateway(**in_order(first, other)) as hearth:
+        first.behave(Behaviour.RESET_MIDWAY, after=1)
+
+        answer = await tell(hearth)
+
+        assert answer.whole
+        assert answer.text == STORY
+        assert ["continue_final_message" in each.json for each in other.inferences] == [False, True]
+        assert await metric(hearth, "nobody") == await hearth.in_flight() == 0
+
+
 async def test_a_node_that_begins_another_answer_is_not_believed() -> None:
     first, anew = pair("ollama", "ollama")
     async with first, anew, gateway(**in_order(first, anew)) as hearth:

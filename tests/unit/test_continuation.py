@@ -18,7 +18,7 @@ from app.domain import Failure, NodeSpec, Operation, Usage
 from app.errors import NodeFailure
 from app.providers import KINDS, prefix
 from app.providers.base import Answer, Call
-from app.providers.seam import BeganAnew, Joint, Repetition, Seam, length_reached, total
+from app.providers.seam import BeganAnew, Joint, Repetition, Seam, length_reached, tells_little, total
 from app.providers.written import KEPT_BYTES_MAX, Sent, Written
 from tests.unit.openai_events import DONE, ROLE, call, chunk, event, text, usage_chunk
 
@@ -570,7 +570,6 @@ LAMP = "The lamp was lit before the kettle sang"
         (f"So: {MILK}", MILK + MILK),
         (f"A: {MILK} B: {MILK}", f"{MILK} C"),
         (f"{LAMP}. So: {LAMP}, and on", f"{LAMP}; and so"),
-        ("see the old lamp", "see the old lamp of"),  # a word may go on
         ("To be or", "To be or not"),  # few characters
         ("let Bar\nx = new Foo.", "Bar\nx = new Foo.Bar;"),  # a line that ends as the one before, and comes again
         ("So: Abcdefghijklmnopq.", "Abcdefghijklmnopq. So"),  # no white space
@@ -588,10 +587,28 @@ def test_words_that_a_writer_may_have_said_twice_are_kept(begun: str, rest: str)
         (STORY, STORY[:20]),
         (STORY, LAMP + " again"),
         (LAMP.lower(), LAMP.lower() + ". So"),
+        ("see the old lamp", "see the old lamp of"),  # a word may go on
     ],
 )
 def test_an_answer_that_may_have_begun_anew_is_asked_for_as_a_whole(begun: str, rest: str) -> None:
     assert met(begun + rest, len(begun), rest) == (begun + rest, True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "little"),
+    [
+        ("t0 t1 t2 ", True),
+        ("ha ha", True),
+        ("Sure", True),
+        ("", False),  # nothing to go on with: the answer begins anew anyhow
+        (" \n", False),
+        ("Once upon a time", False),
+        ("- - - - - - - - - - - - - - - - - - ", False),
+        (STORY, False),
+    ],
+)
+def test_few_characters_tell_nothing_of_a_node_that_says_them(begun: str, little: bool) -> None:
+    assert tells_little(read(event(text(begun)))) is little
 
 
 @given(st.data(), st.sampled_from([STORY, STORY + " More.", STORY + "\n"]))
