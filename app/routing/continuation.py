@@ -106,7 +106,8 @@ class Continuation:
         """
         if failure.failure is Failure.DEADLINE:
             raise failure
-        if isinstance(failure, BeganAnew):
+        anew = isinstance(failure, BeganAnew)
+        if anew:
             usage = None  # it counts what the client has twice
         rest = await self._rest(plan, client, attempt, sent, usage)
         if rest is None:
@@ -115,11 +116,13 @@ class Continuation:
         left = prefix.tokens_left(client, rest.written.tokens)
         if left is not None and left <= 0:
             return _length_reached(plan, client, rest.written)
-        rest.whole = tells_little(rest.written) and not rest.written.reasoning
+        rest.whole = anew or (tells_little(rest.written) and not rest.written.reasoning)
         plan.go_on(rest, attempt.candidate, failure, () if rest.whole else self._unable(client.operation))
+        if anew:
+            plan.ask_otherwise(attempt.candidate)
         if self._where is not Where.ALL:
             plan.cloud_refusal = plan.cloud_refusal or KEPT_LOCAL
-        reply = await self._elsewhere(plan) or await self._otherwise(plan, rest)
+        reply = await self._elsewhere(plan, rest)
         plan.trail.turns.append(Turn.NOBODY if reply is None else Turn.CONTINUED)
         if reply is None:
             raise failure  # the client hears why the node failed that it listened to; the attempts say the rest
@@ -147,25 +150,32 @@ class Continuation:
         nodes = (*self._registry.local(), *self._registry.cloud())
         return [each for each in nodes if each.kind is None or not prefix.goes_on(each.kind, each.spec, operation)]
 
-    async def _elsewhere(self, plan: Plan) -> Reply | None:
+    async def _elsewhere(self, plan: Plan, rest: Rest) -> Reply | None:
         """None when nobody goes on."""
         try:
             async for attempt in self._retry.attempts(plan, made=plan.trail.tried):
                 with attempt:
-                    return await self._attempt(plan)
+                    return await self._from_one(plan, rest)
         except (NodeFailure, HearthError):
             pass
         return None
 
-    async def _otherwise(self, plan: Plan, rest: Rest) -> Reply | None:
-        """Asks those for the whole answer who said the same again instead of going on, and the other way round."""
-        odd = AnotherAnswer if rest.whole else BeganAnew
-        willing = [candidate for candidate, why in plan.failures if isinstance(why, odd)]
-        if not willing:
-            return None
-        rest.whole = not rest.whole
-        plan.start_over(willing)
-        return await self._elsewhere(plan)
+    async def _from_one(self, plan: Plan, rest: Rest) -> Reply:
+        """One attempt. A node that says the same again is asked for all of it at once, as others would do the same.
+
+        And one that was asked for all of it, and has another answer, is asked to go on with this one.
+        """
+        try:
+            return await self._attempt(plan)
+        except (BeganAnew, AnotherAnswer):
+            rest.whole = not rest.whole
+            plan.ask_otherwise(plan.failures[-1][0])
+        try:
+            return await self._attempt(plan)
+        except NodeFailure:
+            rest.whole = not rest.whole
+            plan.ask_otherwise()
+            raise
 
 
 async def _read(sent: Sent, operation: Operation) -> Written:

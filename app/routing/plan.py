@@ -214,13 +214,14 @@ class Plan:
         self.job = self.progress = self.unpaid = self.overloaded = None
         self.trail.part_ended()
 
-    def start_over(self, candidates: Iterable[Candidate]) -> None:
-        """Lets these be asked for what is now the rest."""
+    def ask_otherwise(self, first: Candidate | None = None) -> None:
+        """Plans what is now the rest, in other words than before. `first` is asked in those words before all others."""
         assert self.rest is not None
         self.request = self.rest.request()
         self._least = self.job = self.overloaded = None
-        for candidate in candidates:
-            self._tried.discard(candidate.node)
+        self._again = first
+        if first is not None:
+            self._tried.discard(first.node)
 
     def refused(self, candidate: Candidate, refusal: RequestRefused) -> NodeFailure:
         """Takes note that the prompt is too long for the candidate: only a larger context can help from now on.

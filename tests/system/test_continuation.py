@@ -310,8 +310,10 @@ async def test_a_node_that_refuses_or_begins_anew_is_passed_over() -> None:
         assert answer.whole
         assert answer.text == STORY
         (line,) = hearth.lines.requests()
-        assert [each["outcome"] for each in line["attempts"]] == ["failed", "refused", "failed", "ok"]
-        assert line["attempts"][2]["failure"] == "not_continued"
+        assert [each["outcome"] for each in line["attempts"]] == ["failed", "refused", "failed", "failed", "ok"]
+        assert [each["failure"] for each in line["attempts"][2:4]] == ["not_continued"] * 2
+        assert "anew" in line["attempts"][2]["message"]
+        assert "another answer" in line["attempts"][3]["message"]
         states = {name: node["breaker"]["state"] for name, node in (await hearth.nodes()).items()}
         assert (states["n0"], states["n1"], states["n2"]) == ("open", "closed", "closed")
 
@@ -331,6 +333,22 @@ async def test_a_node_that_only_ever_begins_anew_is_asked_for_the_whole_answer(a
         assert answer.usage["completion_tokens"] == TOKENS
         assert json.loads(anew.inferences[-1].body)["options"]["num_predict"] == TOKENS
         assert await metric(hearth, "nobody") == await hearth.in_flight() == 0
+
+
+@pytest.mark.parametrize("after", [6, 12])
+async def test_attempts_are_not_used_up_by_nodes_that_all_begin_anew(after: int) -> None:
+    nodes = [*pair("ollama", "ollama"), *pair("ollama", "ollama")]
+    first, *others = nodes
+    async with first, others[0], others[1], others[2], gateway(**in_order(*nodes)) as hearth:
+        first.behave(Behaviour.RESET_MIDWAY, after=after)
+        for node in others:
+            node.engine.goes_on = False
+
+        answer = await tell(hearth)
+
+        assert answer.whole
+        assert answer.text == STORY
+        assert [len(node.inferences) for node in nodes] == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("other", ["ollama", "generic"])
