@@ -20,6 +20,7 @@ _TAIL: Final = 256  # characters at the end of the text, of which a node might r
 _VARIED_LEAST: Final = 8  # different characters: rules, tables and counting have fewer, and repeat themselves
 _TELLING_LEAST: Final = 16  # characters, where the words stand where no writer puts them
 _LONG_LEAST: Final = 32  # characters, elsewhere
+_TOKENS_LEAST: Final = 8  # of a rest, where a limit ends it
 _STOPS: Final = ".!?"
 _PAUSES: Final = ".!?,;:)"
 _EVENTS: Final = re.compile(rb".*?(?:\n\r?\n|$)", re.DOTALL)
@@ -45,8 +46,10 @@ class AnotherAnswer(NodeFailure):
         super().__init__(Failure.NOT_CONTINUED, "it gave another answer", counts=False)
 
 
-def tells_little(written: Written) -> bool:
-    """Whether the text is so short that nobody could see whether a node goes on with it or says it again."""
+def tells_little(written: Written, left: int | None) -> bool:
+    """Whether so little was said, or may be (in tokens), that nobody could see whether a node says it again."""
+    if left is not None and left <= _TOKENS_LEAST:
+        return written.begins
     return written.begins and len(written.start) < _LONG_LEAST and not Joint(written.text, written.start).can_tell()
 
 
@@ -68,17 +71,25 @@ def total(written: int, usage: Usage) -> Usage:
 class Seam:
     """The rest of an answer, as the client is to see it. `usage` is this part's own.
 
-    With `whole` the node was asked for the whole answer again.
+    With `whole` the node was asked for the whole answer again. `limit` is how many tokens it was allowed.
     """
 
     content_type = b"text/event-stream"
 
     __slots__ = (
-        *("_answer", "_before", "_chat", "_head", "_joint", "_pieces", "_unread"),
+        *("_answer", "_before", "_chat", "_head", "_joint", "_limit", "_pieces", "_unread"),
         *("begun", "dropped", "ended", "finish_reason", "timings", "usage"),
     )
 
-    def __init__(self, answer: Answer, operation: Operation, written: Written, *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        operation: Operation,
+        written: Written,
+        *,
+        whole: bool = False,
+        limit: int | None = None,
+    ) -> None:
         self.begun = False
         self.ended = False
         self.usage: Usage | None = None
@@ -90,6 +101,7 @@ class Seam:
         self._head = written.head
         self._before = 0 if whole else written.tokens  # that are no part of what the node counts
         self._joint: Joint | Repetition = Repetition(written.text) if whole else Joint(written.text, written.start)
+        self._limit = limit
         self._pieces = 0  # of text that are new
         self._unread = 0
 
@@ -149,7 +161,7 @@ class Seam:
             holder[key] = self._joint.add(text)
             self._pieces += bool(holder[key])
         if choice.get("finish_reason") or holder.get("tool_calls") or holder.get("function_call"):
-            cut = choice.get("finish_reason") == "length"
+            cut = choice.get("finish_reason") == "length" or self._limit_reached
             held = self._joint.end(cut=cut)
             self._check_count(cut)
         self.begun = self.begun or self._joint.done
@@ -157,6 +169,11 @@ class Seam:
             return b""
         piece = {"delta": {"content": held}} if self._chat else {"text": held}
         return _event({**document, **self._head, "choices": [{"index": 0, **piece, "finish_reason": None}]})
+
+    @property
+    def _limit_reached(self) -> bool:
+        usage = self._answer.usage
+        return usage is not None and self._limit is not None and usage.completion_tokens >= self._limit
 
     def _check_count(self, cut: bool) -> None:
         """A node that wrote the whole text again, rather than show what it was told, used up its limit with that.
@@ -294,7 +311,7 @@ class Joint:
         said_more = same < len(core)
         if not (said_more or over):
             return None
-        least = _TELLING_LEAST if jars and not said_more else _LONG_LEAST
+        least = _TELLING_LEAST if (jars or cut) and not said_more else _LONG_LEAST
         if cut and jars and not said_more:
             least = 0  # the limit was what is left of the client's, so that it came no further
         piece = core[:same].rstrip()

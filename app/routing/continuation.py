@@ -50,12 +50,13 @@ class Turn(StrEnum):
 class Rest:
     """The rest of one answer, which some node is to write; with `whole` by writing all of it again."""
 
-    __slots__ = ("_merges", "_operation", "_request", "whole", "written")
+    __slots__ = ("_merges", "_operation", "_request", "left", "whole", "written")
 
     def __init__(self, request: Request, written: Written, merges: bool) -> None:
         self._request = request  # the client's
         self._operation = request.operation
         self._merges = merges
+        self.left = prefix.tokens_left(request, written.tokens)
         self.whole = False
         self.written = written
 
@@ -75,7 +76,8 @@ class Rest:
         return prefix.going_on(self._request, self.written, merges=self._merges, prefix=how)
 
     def answer(self, answer: Answer) -> Answer:
-        return Seam(answer, self._operation, self.written, whole=self.whole)
+        limit = None if self.whole else self.left
+        return Seam(answer, self._operation, self.written, whole=self.whole, limit=limit)
 
     def total(self, usage: Usage) -> Usage:
         """What all parts took, from what the last one did."""
@@ -113,10 +115,9 @@ class Continuation:
         if rest is None:
             plan.trail.turns.append(Turn.UNFIT)
             raise failure
-        left = prefix.tokens_left(client, rest.written.tokens)
-        if left is not None and left <= 0:
+        if rest.left is not None and rest.left <= 0:
             return _length_reached(plan, client, rest.written)
-        rest.whole = anew or (tells_little(rest.written) and not rest.written.reasoning)
+        rest.whole = anew or (tells_little(rest.written, rest.left) and not rest.written.reasoning)
         plan.go_on(rest, attempt.candidate, failure, () if rest.whole else self._unable(client.operation))
         if anew:
             plan.ask_otherwise(attempt.candidate)

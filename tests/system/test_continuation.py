@@ -351,22 +351,37 @@ async def test_attempts_are_not_used_up_by_nodes_that_all_begin_anew(after: int)
         assert [len(node.inferences) for node in nodes] == [1, 2, 0, 0]
 
 
-@pytest.mark.parametrize("other", ["ollama", "generic"])
-async def test_a_text_of_which_hardly_anything_was_said_is_asked_for_as_a_whole(other: str) -> None:
-    """So few words tell nothing of whether a node goes on with them, and no node has to know how to."""
-    count = "".join(f"t{number} " for number in range(40))
-    first, anew = pair("ollama", other, text=count)
+COUNT = " ".join(f"t{number}" for number in range(40))
+
+
+@pytest.mark.parametrize("other", ["ollama", "vllm"])
+async def test_a_node_that_begins_anew_is_known_wherever_the_text_and_the_limit_end(other: str) -> None:
+    """Few words tell nothing, said or left to say: then the whole answer is asked for first."""
+    first, anew = pair("ollama", other, text=COUNT)
     async with first, anew, gateway(**in_order(first, anew)) as hearth:
         if other == "ollama":
             anew.engine.goes_on = False
-        for after in range(1, 31 if other == "ollama" else 6):
+        else:
+            anew.engine.flavour = replace(VLLM, prefill=prefills.never)
+        for after in range(1, 40):
             first.behave(Behaviour.RESET_MIDWAY, after=after)
 
-            answer = await tell(hearth)
+            answer = await tell(hearth, max_tokens=40)
 
             assert answer.whole, after
-            assert answer.text == count, after
+            assert answer.text == COUNT, after
         assert await metric(hearth, "nobody") == 0
+
+
+async def test_a_node_that_does_not_know_how_to_go_on_may_say_all_again() -> None:
+    first, generic = pair("ollama", "generic")
+    async with first, generic, gateway(**in_order(first, generic)) as hearth:
+        first.behave(Behaviour.RESET_MIDWAY, after=1)
+
+        answer = await tell(hearth)
+
+        assert answer.whole
+        assert answer.text == STORY
 
 
 async def test_a_node_that_has_another_answer_goes_on_with_the_few_words_that_were_said() -> None:

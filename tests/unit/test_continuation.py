@@ -608,7 +608,12 @@ def test_an_answer_that_may_have_begun_anew_is_asked_for_as_a_whole(begun: str, 
     ],
 )
 def test_few_characters_tell_nothing_of_a_node_that_says_them(begun: str, little: bool) -> None:
-    assert tells_little(read(event(text(begun)))) is little
+    assert tells_little(read(event(text(begun))), None) is little
+
+
+@pytest.mark.parametrize(("left", "little"), [(1, True), (8, True), (9, False), (None, False)])
+def test_few_tokens_tell_nothing_of_a_node_that_may_say_no_more(left: int | None, little: bool) -> None:
+    assert tells_little(read(event(text(STORY))), left) is little
 
 
 @given(st.data(), st.sampled_from([STORY, STORY + " More.", STORY + "\n"]))
