@@ -266,7 +266,7 @@ class _Answer:
     async def drain(self) -> None:
         self.at_end = True
 
-    def began(self, *, stream: bool = True) -> None: ...
+    def began(self, events: int) -> None: ...
 
     def close(self) -> None:
         self._task.cancel()
