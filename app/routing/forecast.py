@@ -17,6 +17,7 @@ Clock = Callable[[], float]
 
 _LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
+_TRIAL_PRICE = 10.0  # the same where nobody knows whether the node has room: that is known afterwards
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
@@ -147,6 +148,8 @@ class Forecast:
             work.version += 1
             for seat in work.seats.values():
                 seat.guess_until = -1.0
+                if seat.loading is not None:
+                    seat.loading.guess_anew(self.load_seconds(seat))
 
     def _guess(self, seat: Seat, shown: Callable[[Seat], float | None]) -> float:
         mine, demand = seat.work, seat.demand
@@ -223,7 +226,8 @@ class Forecast:
         waiting = sum([job.seat is not seat for job in work.promised])
         waiting += sum([booking.began is None and booking.seat is not seat for booking in work.bookings])
         seat.toll += work.loads_block * load * waiting
-        seat.price = _LOAD_PRICE * load + _EVICTION_PRICE * chance * seat.toll
+        eviction = _EVICTION_PRICE if chance == 1 else _TRIAL_PRICE
+        seat.price = _LOAD_PRICE * load + eviction * chance * seat.toll
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -303,7 +307,8 @@ class Forecast:
         ready = 0.0 if warm and work.room(seat) > 0 else max(seat.slot_wait, seat.load_wait)
         booking.expected_first = ready + booking.fresh * seat.prefill_s
         if not warm and seat.loading is None:
-            self._load_began(seat, Loading(now, seat.load_wait, booking, work.in_memory()), now)
+            loading = Loading(now, seat.load_wait, self.load_seconds(seat), booking, work.in_memory())
+            self._load_began(seat, loading, now)
         work.bookings[booking] = None
         if not job.stream:
             booking.running_before = work.tick(now)
@@ -456,13 +461,15 @@ class Forecast:
     def load_begins(self, candidate: Candidate) -> tuple[Seat, Loading]:
         """A load for its own sake."""
         seat, now = self.seat(candidate), self.clock()
-        loading = Loading(now, self.load_seconds(seat), None, seat.work.in_memory())
+        seconds = self.load_seconds(seat)
+        loading = Loading(now, seconds, seconds, None, seat.work.in_memory())
         self._load_began(seat, loading, now)
         return seat, loading
 
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
         chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
+        self._want_no_more(seat.demand)
         others = seat.work.others(seat) if chance else []
         for other in others:
             other.doubted_until = now + DOUBT_SECONDS  # which of them goes is the engine's secret
@@ -471,6 +478,13 @@ class Forecast:
                 loading.blocks = chance
             self.on_look(seat.work.node)
         seat.work.version += 1
+
+    def _want_no_more(self, demand: Demand) -> None:
+        """The model comes to a new place: what was lost without that says nothing of what still will be."""
+        demand.regret = 0.0
+        for work in self._works.values():
+            if work.wanted is not None and self.seat(work.wanted[0]).demand is demand:
+                work.wanted = None
 
     def wanted(self, booking: Booking) -> bool:
         """Whether others wait for the model that this request made the node load."""

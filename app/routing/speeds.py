@@ -30,6 +30,7 @@ _DECODE_SECONDS = 1 / 40
 _PREFILL_SHARE = 1 / 25  # of the time that a token takes to be generated
 _LOAD_SECONDS = 8.0
 _HOPE = 0.85
+_HERE = 3.0  # times that what this node showed counts for what others did
 _LOAD_SHARE = 0.7  # at least, of a load and the reading after it
 
 
@@ -184,7 +185,7 @@ def load_guess(size: float) -> float:
 def from_others(other_nodes: Iterable[Known], same_node: Iterable[Known], power: float, size: float) -> float | None:
     """A guess from what other nodes showed with any model, and this node with other models; None without any.
 
-    What the node showed counts twice: nodes differ more than models of one size do. A node that has shown nothing is
+    What the node showed counts for more: nodes differ more than models of one size do. A node that has shown nothing is
     taken to be a little better than others, or nobody would ever find out.
     """
     total = weight = 0.0
@@ -196,7 +197,7 @@ def from_others(other_nodes: Iterable[Known], same_node: Iterable[Known], power:
     if elsewhere:
         total, weight = total + sum(elsewhere) / len(elsewhere), weight + 1
     if here:
-        total, weight = total + 2 * sum(here) / len(here), weight + 2
+        total, weight = total + _HERE * sum(here) / len(here), weight + _HERE
     if not weight:
         return None
     return exp(total / weight) * (1.0 if here else _HOPE)

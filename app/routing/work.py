@@ -36,14 +36,23 @@ _FOREIGN_SECONDS = 5.0  # that requests of others take, until Hearth's own have 
 class Loading:
     """A model on its way into memory. `carrier` is the booking that asked for it, None for a load for its own sake."""
 
-    __slots__ = ("blocks", "carrier", "expected", "others", "since")
+    __slots__ = ("_guess", "blocks", "carrier", "expected", "others", "since")
 
-    def __init__(self, since: float, expected: float, carrier: Booking | None, others: frozenset[str]) -> None:
+    def __init__(
+        self, since: float, expected: float, guess: float, carrier: Booking | None, others: frozenset[str]
+    ) -> None:
+        """`expected` are the seconds until its end, of which `guess` are the load's own."""
         self.since = since
         self.expected = expected
+        self._guess = guess
         self.carrier = carrier
         self.others = others  # what was in memory when it began
         self.blocks = 0.0  # how likely the engine waits until nobody uses another model, to drive that out
+
+    def guess_anew(self, seconds: float) -> None:
+        """What other loads took tells more of this one's own time by now."""
+        self.expected = max(seconds, self.expected + seconds - self._guess)
+        self._guess = seconds
 
     def left(self, now: float) -> float:
         return max(self.since + self.expected - now, _OVERDUE * max(now - self.since, 0.2 * self.expected))
