@@ -532,3 +532,45 @@ def test_a_model_at_work_is_not_waited_for_where_an_idle_one_can_go() -> None:
     assert not third.work.must_be_idle(third)
     bench.send(0, job(), "other").began()
     assert third.work.must_be_idle(third)
+
+
+def test_what_one_load_took_says_how_long_another_one_will() -> None:
+    bench = Bench({}, {}, loaded=())
+    quick, other = bench.send(0, job()), bench.send(1, job(), "other")
+    loading = other.booking.seat.loading
+    assert loading is not None
+    before = loading.left(bench.clock.now)
+    bench.clock.now += 0.5
+    quick.began()
+
+    assert before > 3
+    assert loading.left(bench.clock.now) < 0.5
+
+
+def test_a_wish_for_a_place_is_given_up_when_the_model_comes_to_another() -> None:
+    bench = Bench({}, {}, {})
+    bench.nodes[1].loaded = bench.nodes[2].loaded = {}
+    bench.rank(job())
+    seat = bench.policy.forecast.seat(Candidate(bench.nodes[1], "m"))
+    seat.work.wanted = (Candidate(bench.nodes[1], "m"), job(), bench.clock.now + 60)
+    seat.demand.regret = 5.0
+    bench.send(2, job())
+
+    assert seat.work.wanted is None
+    assert seat.demand.regret == 0
+
+
+@pytest.mark.parametrize("room", [None, 2])
+def test_a_faster_node_that_may_have_room_is_soon_tried_and_one_that_has_none_is_not(room: int | None) -> None:
+    bench = Bench({}, {})
+    bench.nodes[1].loaded = {"other": LoadedModel("other")}
+    loads: list[str] = []
+    bench.policy.start_load = lambda candidate, _: loads.append(candidate.node.name)
+    bench.serve(1, unread(), first=0.2, whole=1, model="other")
+    bench.policy.forecast.seat(Candidate(bench.nodes[1], "m")).work.turned_out_at = room
+    for _ in range(5):
+        bench.rank(unread())
+        bench.rank(unread(), "other")
+        bench.serve(0, unread(), first=0.5, whole=4)
+
+    assert loads[:1] == ([] if room else ["n1"])
