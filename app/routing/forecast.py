@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 _LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
-_TRIAL_PRICE = 10.0  # the same where nobody knows whether the node has room: that is known afterwards
+_TRIAL_PRICE = 20.0  # the same where nobody knows whether the node has room: that is known afterwards
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often

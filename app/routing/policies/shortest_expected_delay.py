@@ -25,6 +25,7 @@ _WAIT_GAIN_SECONDS = 0.02
 _FIRST_TOKEN_WEIGHT = 0.5  # seconds before the first word count for more than later ones
 _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are sent to where it goes on
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
+_AHEAD = 0.3  # of what will be lost, if those who come lose as much as this one; not all, as they may not come
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
@@ -225,7 +226,7 @@ class ShortestExpectedDelay(Policy):
         demand.regret_at = now
         loss = max(0.0, steady - service_there - seat.press * min(service_there, seat.rest))
         demand.regret += loss
-        if demand.regret > seat.price:
+        if demand.regret + _AHEAD * seat.share * loss > seat.price:
             demand.regret = 0.0
             seat.work.wanted = (candidate, job, now + _WANTED_LOADS * seat.load_s)
             self._load_wanted(seat.work)
