@@ -357,7 +357,7 @@ def _end_of_event(events: bytes, start: int) -> int:
     if bare > start:
         return bare
     short = events.find(b"\n\n", start)
-    long = events.find(b"\n\r\n", start, short if short >= 0 else None)
+    long = events.find(b"\n\r\n", start, short + 2 if short >= 0 else None)
     return long + 3 if long >= 0 else short + 2 if short >= 0 else len(events)
 
 
