@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import sys
 import threading
 import time
@@ -88,14 +89,15 @@ def _watch(gateway: Gateway, first: dict[str, Any]) -> None:
 
     news: queue.SimpleQueue[dict[str, Any] | Refused] = queue.SimpleQueue()
     end = threading.Event()
+    enough = threading.Event()
     # It may wait for the network when the user has had enough, and is not waited for.
     threading.Thread(target=follow, args=(gateway, news.put, end.wait), daemon=True).start()
     picture = Picture(first)
     final: Refused | None = None
     try:
-        with suppress(KeyboardInterrupt), _keys() as pressed, live() as show:
+        with _interrupted(enough), _keys() as pressed, live() as show:
             show(gateway.url, picture.snapshot, "")
-            while pressed() not in _QUIT:
+            while pressed() not in _QUIT and not enough.is_set():
                 with suppress(queue.Empty):
                     while True:
                         new = news.get_nowait()
@@ -111,6 +113,16 @@ def _watch(gateway: Gateway, first: dict[str, Any]) -> None:
         end.set()
     if final is not None:
         raise final
+
+
+@contextmanager
+def _interrupted(enough: threading.Event) -> Iterator[None]:
+    """Ctrl-C sets the event. Python's own exception may come while a frame is drawn, where it can get lost."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: enough.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
