@@ -89,15 +89,14 @@ def _watch(gateway: Gateway, first: dict[str, Any]) -> None:
 
     news: queue.SimpleQueue[dict[str, Any] | Refused] = queue.SimpleQueue()
     end = threading.Event()
-    enough = threading.Event()
     # It may wait for the network when the user has had enough, and is not waited for.
     threading.Thread(target=follow, args=(gateway, news.put, end.wait), daemon=True).start()
     picture = Picture(first)
     final: Refused | None = None
     try:
-        with _interrupted(enough), _keys() as pressed, live() as show:
+        with _interrupted(end), _keys() as pressed, live() as show:
             show(gateway.url, picture.snapshot, "")
-            while pressed() not in _QUIT and not enough.is_set():
+            while pressed() not in _QUIT and not end.is_set():
                 with suppress(queue.Empty):
                     while True:
                         new = news.get_nowait()
@@ -116,9 +115,9 @@ def _watch(gateway: Gateway, first: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _interrupted(enough: threading.Event) -> Iterator[None]:
+def _interrupted(end: threading.Event) -> Iterator[None]:
     """Ctrl-C sets the event. Python's own exception may come while a frame is drawn, where it can get lost."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: enough.set())
+    before = signal.signal(signal.SIGINT, lambda number, frame: end.set())
     try:
         yield
     finally:

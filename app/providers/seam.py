@@ -48,9 +48,11 @@ class AnotherAnswer(NodeFailure):
 
 def tells_little(written: Written, left: int | None) -> bool:
     """Whether so little was said, or may be (in tokens), that nobody could see whether a node says it again."""
+    if not written.begins:
+        return False  # the answer begins anew anyhow
     if left is not None and left <= _TOKENS_LEAST:
-        return written.begins
-    return written.begins and len(written.start) < _LONG_LEAST and not Joint(written.text, written.start).can_tell()
+        return True
+    return len(written.start) < _LONG_LEAST and not Joint(written.text, written.start).can_tell()
 
 
 def length_reached(operation: Operation, written: Written, usage: Usage | None) -> bytes:
