@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from math import exp, inf
+from operator import itemgetter
 
 from app.domain import Operation, Request
 from app.routing.forecast import Forecast, Prediction, Progress, investment
@@ -30,6 +31,7 @@ _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it i
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
 
+_FIRST = itemgetter(0)
 _SOMETHING = Request("", Operation.CHAT, "", b"", {})  # for whoever asks without saying what for
 
 StartLoad = Callable[[Candidate, Job], None]
@@ -72,44 +74,53 @@ class ShortestExpectedDelay(Policy):
         tokens, output, ratio = forecast.needs(demand, job)
         held = demand.prefixes.look_up(job.chain, job.sizes)
         uniform = self._uniform
-        newest = max([candidate.node.picked for candidate in candidates])
+        holders = sum([bits for bits, _ in held])  # nobody is in two of them
+        newest = oldest = candidates[0].node.picked
         scores: list[tuple[float, float, Seat, Candidate]] = []
         shortest = inf
         cold = False
         for candidate in candidates:
-            work = candidate.node.work
-            seat = work.seats.get(candidate.model) if work is not None else None
-            if seat is None:
+            node = candidate.node
+            if node.picked > newest:
+                newest = node.picked
+            try:
+                seat = node.work.seats[candidate.model]  # type: ignore[union-attr]
+            except (AttributeError, KeyError):
                 seat = forecast.seat(candidate)
-                work = seat.work
-            if seat.version != work.version or now > seat.good_until:  # type: ignore[union-attr]
+            if seat.version != seat.work.version or now > seat.good_until:
                 forecast.refresh(seat, now)
             fresh = tokens
-            for bits, size in held:
-                if bits & seat.held.bit:
-                    fresh -= size * ratio
-                    break
+            if holders & seat.held.bit:
+                for bits, size in held:
+                    if bits & seat.held.bit:
+                        fresh -= size * ratio
+                        break
             first = fresh * seat.prefill_s
             service = first + output * seat.decode_s
             if service < shortest:
                 shortest = service
-            ready = max(seat.load_wait, seat.slot_wait) if seat.cold else seat.ready_at - now
-            if ready > 0:
+            if seat.cold:
+                cold = True
+                ready = seat.load_wait if seat.load_wait > seat.slot_wait else seat.slot_wait
+            else:
+                ready = seat.ready_at - now
+                if node.picked < oldest:
+                    oldest = node.picked
+            if ready > 0.0:
                 first += ready
                 score = ready + service
             else:
                 score = service
             score += first * _FIRST_TOKEN_WEIGHT + seat.toll
-            score += seat.press * (service if service < seat.rest else seat.rest)
-            score *= 1 + _TIE * uniform()
-            if seat.cold:
-                cold = True
-            elif newest - candidate.node.picked > _UNSEEN_AFTER:
-                score *= _UNSEEN_BONUS ** ((newest - candidate.node.picked) // _UNSEEN_AFTER)
+            if seat.press:
+                score += seat.press * (service if service < seat.rest else seat.rest)
+            score *= 1.0 + _TIE * uniform()
             scores.append((score, service, seat, candidate))
+        if newest - oldest > _UNSEEN_AFTER:
+            _favour_unseen(scores, newest)
         if cold:
             scores = self._with_loads(scores, shortest, job, now, arrives)
-        scores.sort(key=_score)
+        scores.sort(key=_FIRST)
         return self._worth_now(scores, job, now)
 
     def _with_loads(
@@ -287,10 +298,14 @@ def score(prediction: Prediction) -> float:
     return prediction.score + _FIRST_TOKEN_WEIGHT * prediction.first_token
 
 
+def _favour_unseen(scores: list[tuple[float, float, Seat, Candidate]], newest: int) -> None:
+    """Lowers the scores of nodes that have the model and were not chosen for long."""
+    for place, (score, service, seat, candidate) in enumerate(scores):
+        unseen = newest - candidate.node.picked
+        if unseen > _UNSEEN_AFTER and not seat.cold:
+            scores[place] = (score * _UNSEEN_BONUS ** (unseen // _UNSEEN_AFTER), service, seat, candidate)
+
+
 def _terms(prediction: Prediction) -> Terms:
     terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
     return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
-
-
-def _score(each: tuple[float, float, Seat, Candidate]) -> float:
-    return each[0]
