@@ -119,33 +119,37 @@ class ShortestExpectedDelay(Policy):
         if newest - oldest > _UNSEEN_AFTER:
             _favour_unseen(scores, newest)
         if cold:
-            scores = self._with_loads(scores, shortest, job, now, arrives)
+            self._add_loads(scores, shortest, job, now, arrives)
         scores.sort(key=_FIRST)
         return self._worth_now(scores, job, now)
 
-    def _with_loads(
+    def _add_loads(
         self,
         scores: list[tuple[float, float, Seat, Candidate]],
         shortest: float,
         job: Job,
         now: float,
         arrives: bool,
-    ) -> list[tuple[float, float, Seat, Candidate]]:
+    ) -> None:
         """What a load would cost later, for the places that it could make the best."""
-        there = [each for each in scores if not each[2].cold]
-        best = min([each[0] for each in there], default=inf) * _WAIT_GAIN + _WAIT_GAIN_SECONDS
-        comes = any(each[2].loading is not None for each in there)
-        scores = [
-            (each[0] + investment(each[2], each[1] - shortest, comes), *each[1:])
-            if each[2].cold and each[0] < best
-            else each
-            for each in scores
-        ]
-        if arrives and there and self.start_load is not None:
-            steady = min([each[1] + each[2].slot_wait for each in there])
-            if steady > shortest and not comes:
-                self._regret(scores, steady, job, now)
-        return scores
+        best = steady = inf
+        comes = False
+        colds = []
+        for each in scores:
+            score, service, seat, _ = each
+            if seat.cold:
+                colds.append(each)
+            else:
+                best = score if score < best else best
+                there = service + seat.slot_wait
+                steady = there if there < steady else steady
+                comes = comes or seat.loading is not None
+        best = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        for place, (score, service, seat, candidate) in enumerate(scores):
+            if score < best and seat.cold:
+                scores[place] = (score + investment(seat, service - shortest, comes), service, seat, candidate)
+        if arrives and shortest < steady < inf and not comes and self.start_load is not None:
+            self._regret(colds, steady, job, now)
 
     def _nowhere(self, candidates: list[Candidate], waits_for: Seat, waited: float) -> bool:
         """Whether no place is free, and the one that is waited for is still one of them: then nothing has changed."""
@@ -222,16 +226,14 @@ class ShortestExpectedDelay(Policy):
 
     # -- loads for their own sake
 
-    def _regret(self, scores: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
+    def _regret(self, colds: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
         """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
 
         `steady` is what the request takes where the model is. Whoever rents until the rent has cost as much as to buy
         never pays more than twice of what was best.
         """
-        colds = [each for each in scores if each[2].cold]
         ahead = max([each[2].share for each in colds])
-        _, best = min([(each[1] * ahead + each[2].price, place) for place, each in enumerate(colds)])
-        _, service_there, seat, candidate = colds[best]
+        _, service_there, seat, candidate = min(colds, key=lambda each: each[1] * ahead + each[2].price)
         demand = seat.demand
         demand.regret *= exp((demand.regret_at - now) / _REGRET_SECONDS)
         demand.regret_at = now
