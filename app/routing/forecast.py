@@ -15,6 +15,7 @@ from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, 
 
 Clock = Callable[[], float]
 
+_EMBEDDING = Operation.EMBEDDING  # to look it up costs more than to compare
 _LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
 _TRIAL_PRICE = 20.0  # the same where nobody knows whether the node has room: that is known afterwards
@@ -278,7 +279,7 @@ class Forecast:
     def needs(self, demand: Demand, job: Job) -> tuple[float, float, float]:
         """Tokens to read and to write, and tokens per character."""
         ratio = demand.tokens_per_character
-        output = 0.0 if job.operation is Operation.EMBEDDING else demand.length(job.limit)
+        output = 0.0 if job.operation is _EMBEDDING else demand.length(job.limit)
         return job.characters * ratio, output, ratio
 
     # -- what happens

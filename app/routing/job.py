@@ -12,6 +12,7 @@ from app.domain import Operation, Request
 if TYPE_CHECKING:
     from app.routing.work import Seat
 
+_CHAT = Operation.CHAT  # what is asked for mostly: to look it up costs more than to compare
 _WHOLE_TEXT = 4096  # characters; of longer ones the two ends and the length are compared
 _END = 1024
 _IMAGE_CHARACTERS = 3000  # about as many tokens as engines make of a picture
@@ -23,7 +24,7 @@ class Job:
     __slots__ = ("chain", "characters", "limit", "num_ctx", "operation", "seat", "since", "sizes", "stream", "wait_for")
 
     def __init__(self, request: Request) -> None:
-        self.operation = request.operation
+        self.operation = operation = request.operation
         self.stream = request.stream
         self.limit = _limit(request.fields)
         self.chain: Sequence[int] = ()
@@ -32,11 +33,11 @@ class Job:
         self.seat: Seat | None = None  # where it will probably go, while it waits
         self.wait_for = 0.0  # seconds that it will take there
         self.num_ctx: int | None = None  # of its route
-        if request.operation is Operation.CHAT:
+        if operation is _CHAT:
             self.chain, self.sizes = _chain(request.fields)
             self.characters = sum(self.sizes)
         else:
-            self.limit = 0 if request.operation is Operation.EMBEDDING else self.limit
+            self.limit = 0 if operation is Operation.EMBEDDING else self.limit
             self.characters = _characters(request.fields.get("prompt") or request.fields.get("input"))
 
 
@@ -54,18 +55,18 @@ def _chain(fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         digest = hash(orjson.dumps(fields["tools"]))  # templates put them before everything else
     if not isinstance(messages, list):
         return chain, sizes
-    add_digest, add_size = chain.append, sizes.append
     for message in messages:
-        role, content = (message.get("role"), message.get("content")) if type(message) is dict else (None, None)
-        if type(content) is str:
-            size = len(content)
-        else:
-            content, size = _other(message)
-        if size > _WHOLE_TEXT:
-            content = f"{content[:_END]}{size}{content[-_END:]}"
-        digest = hash((digest, role, content))
-        add_digest(digest)
-        add_size(size + 8)  # what templates add to a message
+        try:
+            role, text = message["role"], message["content"]
+        except (KeyError, TypeError):
+            role, text = (message.get("role"), message.get("content")) if type(message) is dict else (None, None)
+        if type(text) is not str:
+            text, size = _other(message)
+        elif (size := len(text)) > _WHOLE_TEXT:
+            text = _ends(text, size)
+        digest = hash((digest, role, text))
+        chain.append(digest)
+        sizes.append(size + 8)  # what templates add to a message
     return chain, sizes
 
 
@@ -76,7 +77,12 @@ def _other(message: Any) -> tuple[str, int]:
     except (TypeError, UnicodeDecodeError):
         return "", 0
     pictures = text.count('"image_url"')
-    return text, min(len(text), pictures * _IMAGE_CHARACTERS + 2000) if pictures else len(text)
+    size = min(len(text), pictures * _IMAGE_CHARACTERS + 2000) if pictures else len(text)
+    return _ends(text, size) if size > _WHOLE_TEXT else text, size
+
+
+def _ends(text: str, size: int) -> str:
+    return f"{text[:_END]}{size}{text[-_END:]}"
 
 
 def _characters(text: Any) -> int:

@@ -53,19 +53,16 @@ class Prefixes:
         """(nodes' bits, characters that those nodes hold of this conversation), for nodes that hold any."""
         found = []
         alive = -1
-        known = 0
-        holders = self._holders
-        for place, digest in enumerate(chain):
-            still = holders.get(digest, 0) & alive
-            if still != alive:
-                if known and alive & ~still:
-                    found.append((alive & ~still, known))
+        for place, holders in enumerate(map(self._holders.get, chain)):
+            if holders != alive:
+                still = holders & alive if holders else 0
+                if place and still != alive:
+                    found.append((alive & ~still, sum(sizes[:place])))
                 if not still:
                     return found
                 alive = still
-            known += sizes[place]
-        if known and alive:
-            found.append((alive, known))
+        if chain:
+            found.append((alive, sum(sizes)))
         return found
 
     def learn(self, held: Held, chain: Sequence[int], sizes: Sequence[int]) -> None:

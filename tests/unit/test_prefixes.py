@@ -35,6 +35,16 @@ def test_each_node_is_told_for_as_much_as_it_holds() -> None:
     assert {size for bits, size in found if bits & one.bit} == {60}
 
 
+def test_who_lost_a_part_is_told_for_what_is_left() -> None:
+    prefixes, one, two, three = Prefixes(), Held(0), Held(1), Held(2)
+    prefixes.learn(one, [1, 2, 3, 4], [10, 20, 30, 40])
+    prefixes.learn(two, [1, 2], [10, 20])
+    prefixes.learn(three, [1, 2], [10, 20])
+
+    assert prefixes.look_up([1, 2, 3, 5], [10, 20, 30, 7]) == [(two.bit | three.bit, 30), (one.bit, 60)]
+    assert prefixes.look_up([], []) == prefixes.look_up([5, 1], [7, 10]) == []
+
+
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     prefixes, one = Prefixes(), Held(0)
     one.limit = 25

@@ -89,6 +89,29 @@ def test_the_node_that_was_faster_is_chosen() -> None:
     assert bench.rank(job())[0] == "n1"
 
 
+@pytest.mark.parametrize(("turns", "first"), [(150, "n0"), (151, "n1"), (301, "n1")])
+def test_a_node_that_was_not_chosen_for_long_is_believed_to_be_better(turns: int, first: str) -> None:
+    bench = Bench({}, {}, {})
+    for place, seconds in enumerate((2.0, 2.2, 8.0)):
+        for _ in range(4):
+            bench.serve(place, unread(), first=seconds / 10, whole=seconds)
+    bench.nodes[0].picked = bench.nodes[1].picked = bench.nodes[2].picked = bench.turn
+    bench.nodes[0].picked += turns
+
+    assert bench.rank(unread()) == (["n0", "n1", "n2"] if first == "n0" else ["n1", "n0", "n2"])
+
+
+def test_a_place_without_the_model_is_not_better_for_not_being_chosen() -> None:
+    bench = Bench({}, {})
+    for place, seconds in enumerate((2.0, 2.2)):
+        for _ in range(4):
+            bench.serve(place, unread(), first=seconds / 10, whole=seconds)
+    bench.nodes[1].loaded = {}
+    bench.nodes[0].picked = 10_000
+
+    assert bench.rank(unread())[0] == "n0"
+
+
 def test_a_hint_counts_while_nothing_is_known() -> None:
     bench = Bench({"speed": 1.0}, {"speed": 4.0})
 

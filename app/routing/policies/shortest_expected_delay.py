@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from math import exp, inf
+from operator import itemgetter
 
 from app.domain import Operation, Request
 from app.routing.forecast import Forecast, Prediction, Progress, investment
@@ -30,6 +31,7 @@ _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it i
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
 
+_FIRST = itemgetter(0)
 _SOMETHING = Request("", Operation.CHAT, "", b"", {})  # for whoever asks without saying what for
 
 StartLoad = Callable[[Candidate, Job], None]
@@ -72,69 +74,82 @@ class ShortestExpectedDelay(Policy):
         tokens, output, ratio = forecast.needs(demand, job)
         held = demand.prefixes.look_up(job.chain, job.sizes)
         uniform = self._uniform
-        newest = max([candidate.node.picked for candidate in candidates])
+        holders = sum([bits for bits, _ in held])  # nobody is in two of them
+        newest = oldest = candidates[0].node.picked
         scores: list[tuple[float, float, Seat, Candidate]] = []
         shortest = inf
         cold = False
         for candidate in candidates:
-            work = candidate.node.work
-            seat = work.seats.get(candidate.model) if work is not None else None
-            if seat is None:
+            node = candidate.node
+            if node.picked > newest:
+                newest = node.picked
+            try:
+                seat = node.work.seats[candidate.model]  # type: ignore[union-attr]
+            except (AttributeError, KeyError):
                 seat = forecast.seat(candidate)
-                work = seat.work
-            if seat.version != work.version or now > seat.good_until:  # type: ignore[union-attr]
+            if seat.version != seat.work.version or now > seat.good_until:
                 forecast.refresh(seat, now)
             fresh = tokens
-            for bits, size in held:
-                if bits & seat.held.bit:
-                    fresh -= size * ratio
-                    break
+            if holders & seat.held.bit:
+                for bits, size in held:
+                    if bits & seat.held.bit:
+                        fresh -= size * ratio
+                        break
             first = fresh * seat.prefill_s
             service = first + output * seat.decode_s
             if service < shortest:
                 shortest = service
-            ready = max(seat.load_wait, seat.slot_wait) if seat.cold else seat.ready_at - now
-            if ready > 0:
+            if seat.cold:
+                cold = True
+                ready = seat.load_wait if seat.load_wait > seat.slot_wait else seat.slot_wait
+            else:
+                ready = seat.ready_at - now
+                if node.picked < oldest:
+                    oldest = node.picked
+            if ready > 0.0:
                 first += ready
                 score = ready + service
             else:
                 score = service
             score += first * _FIRST_TOKEN_WEIGHT + seat.toll
-            score += seat.press * (service if service < seat.rest else seat.rest)
-            score *= 1 + _TIE * uniform()
-            if seat.cold:
-                cold = True
-            elif newest - candidate.node.picked > _UNSEEN_AFTER:
-                score *= _UNSEEN_BONUS ** ((newest - candidate.node.picked) // _UNSEEN_AFTER)
+            if seat.press:
+                score += seat.press * (service if service < seat.rest else seat.rest)
+            score *= 1.0 + _TIE * uniform()
             scores.append((score, service, seat, candidate))
+        if newest - oldest > _UNSEEN_AFTER:
+            _favour_unseen(scores, newest)
         if cold:
-            scores = self._with_loads(scores, shortest, job, now, arrives)
-        scores.sort(key=_score)
+            self._add_loads(scores, shortest, job, now, arrives)
+        scores.sort(key=_FIRST)
         return self._worth_now(scores, job, now)
 
-    def _with_loads(
+    def _add_loads(
         self,
         scores: list[tuple[float, float, Seat, Candidate]],
         shortest: float,
         job: Job,
         now: float,
         arrives: bool,
-    ) -> list[tuple[float, float, Seat, Candidate]]:
+    ) -> None:
         """What a load would cost later, for the places that it could make the best."""
-        there = [each for each in scores if not each[2].cold]
-        best = min([each[0] for each in there], default=inf) * _WAIT_GAIN + _WAIT_GAIN_SECONDS
-        comes = any(each[2].loading is not None for each in there)
-        scores = [
-            (each[0] + investment(each[2], each[1] - shortest, comes), *each[1:])
-            if each[2].cold and each[0] < best
-            else each
-            for each in scores
-        ]
-        if arrives and there and self.start_load is not None:
-            steady = min([each[1] + each[2].slot_wait for each in there])
-            if steady > shortest and not comes:
-                self._regret(scores, steady, job, now)
-        return scores
+        best = steady = inf
+        comes = False
+        colds = []
+        for each in scores:
+            score, service, seat, _ = each
+            if seat.cold:
+                colds.append(each)
+            else:
+                best = score if score < best else best
+                there = service + seat.slot_wait
+                steady = there if there < steady else steady
+                comes = comes or seat.loading is not None
+        best = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        for place, (score, service, seat, candidate) in enumerate(scores):
+            if score < best and seat.cold:
+                scores[place] = (score + investment(seat, service - shortest, comes), service, seat, candidate)
+        if arrives and shortest < steady < inf and not comes and self.start_load is not None:
+            self._regret(colds, steady, job, now)
 
     def _nowhere(self, candidates: list[Candidate], waits_for: Seat, waited: float) -> bool:
         """Whether no place is free, and the one that is waited for is still one of them: then nothing has changed."""
@@ -211,16 +226,14 @@ class ShortestExpectedDelay(Policy):
 
     # -- loads for their own sake
 
-    def _regret(self, scores: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
+    def _regret(self, colds: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
         """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
 
         `steady` is what the request takes where the model is. Whoever rents until the rent has cost as much as to buy
         never pays more than twice of what was best.
         """
-        colds = [each for each in scores if each[2].cold]
         ahead = max([each[2].share for each in colds])
-        _, best = min([(each[1] * ahead + each[2].price, place) for place, each in enumerate(colds)])
-        _, service_there, seat, candidate = colds[best]
+        _, service_there, seat, candidate = min(colds, key=lambda each: each[1] * ahead + each[2].price)
         demand = seat.demand
         demand.regret *= exp((demand.regret_at - now) / _REGRET_SECONDS)
         demand.regret_at = now
@@ -287,10 +300,14 @@ def score(prediction: Prediction) -> float:
     return prediction.score + _FIRST_TOKEN_WEIGHT * prediction.first_token
 
 
+def _favour_unseen(scores: list[tuple[float, float, Seat, Candidate]], newest: int) -> None:
+    """Lowers the scores of nodes that have the model and were not chosen for long."""
+    for place, (score, service, seat, candidate) in enumerate(scores):
+        unseen = newest - candidate.node.picked
+        if unseen > _UNSEEN_AFTER and not seat.cold:
+            scores[place] = (score * _UNSEEN_BONUS ** (unseen // _UNSEEN_AFTER), service, seat, candidate)
+
+
 def _terms(prediction: Prediction) -> Terms:
     terms = {f"{name}_seconds": value for name, value in prediction._asdict().items()}
     return {"score": score(prediction), "first_token_seconds": prediction.first_token, **terms}
-
-
-def _score(each: tuple[float, float, Seat, Candidate]) -> float:
-    return each[0]
