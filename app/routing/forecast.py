@@ -311,6 +311,7 @@ class Forecast:
             loading = Loading(now, seat.load_wait, self.load_seconds(seat), booking, work.in_memory())
             self._load_began(seat, loading, now)
         work.bookings[booking] = None
+        work.tried = True
         if not job.stream:
             booking.running_before = work.tick(now)
             work.running += 1
@@ -470,6 +471,7 @@ class Forecast:
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
         chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
+        seat.work.tried = True
         self._want_no_more(seat.demand)
         others = seat.work.others(seat) if chance else []
         for other in others:
