@@ -651,3 +651,26 @@ def test_a_node_is_not_tried_out_where_that_may_cost_somebody_something(
     bench.rank(job())
 
     assert "n1" not in tried
+
+
+@pytest.mark.parametrize("home", ["has it", "has room"])
+def test_a_better_place_costs_less_where_who_has_to_go_has_another_home(home: str) -> None:
+    def price(elsewhere: dict[str, LoadedModel] | None, *, dead: bool = False) -> float:
+        bench = Bench({}, {}, {})
+        for place in (1, 2):
+            bench.nodes[place].loaded = {"other": LoadedModel("other")}
+            bench.serve(place, unread(), first=0.2, whole=1, model="other")
+            bench.policy.forecast.seat(Candidate(bench.nodes[place], "m")).work.turned_out_at = 2
+        bench.nodes[2].loaded = elsewhere
+        bench.nodes[2].state = NodeState.DOWN if dead else NodeState.HEALTHY
+        for _ in range(3):
+            bench.clock.now += 2
+            bench.rank(unread(), "other")
+            bench.rank(unread())
+        return bench.policy.forecast.seat(Candidate(bench.nodes[1], "m")).price
+
+    there = {"other": LoadedModel("other")} if home == "has it" else {}
+
+    nowhere = price({"m": LoadedModel("m")})
+    assert 3 * price(there) < nowhere
+    assert price(there, dead=True) > 0.9 * nowhere
