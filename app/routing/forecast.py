@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from app.domain import Operation, Outcome, Timings, Usage
+from app.domain import NodeState, Operation, Outcome, Timings, Usage
 from app.routing import speeds
 from app.routing.demand import Demand
 from app.routing.job import Job
@@ -19,6 +19,8 @@ _EMBEDDING = Operation.EMBEDDING  # to look it up costs more than to compare
 _LOAD_PRICE = 0.5  # what a load costs beside the wait for it, as a share of the time that it takes
 _EVICTION_PRICE = 30.0  # and times what it costs those who are driven out: they would drive others out
 _TRIAL_PRICE = 20.0  # the same where nobody knows whether the node has room: that is known afterwards
+_MOVE_PRICE = 5.0  # and where those who are driven out have another home
+_NEARLY = 2.0  # times as slow, that such a home may be
 _GUESS_SECONDS = 0.2
 _TOLL = 0.5  # whom a load really drives out is the engine's secret: half of the worst is counted
 _GOOD_SECONDS = 0.5  # a forecast is made anew at least this often
@@ -209,26 +211,34 @@ class Forecast:
         if seat.loading is not None:
             seat.load_wait = seat.loading.left(now)
             return
-        work = seat.work
         seat.cold = True
+        self._cold(seat, now)
+
+    def _cold(self, seat: Seat, now: float) -> None:
+        """What a load here takes, and what it costs others."""
+        work = seat.work
         load = seat.load_s = self.load_seconds(seat)
         seat.load_wait = load + sum(
             other.loading.left(now) for other in work.seats.values() if other.loading is not None
         )
         seat.share = seat.demand.ahead(now, load * _HORIZON_LOADS)
         chance = seat.chance = work.chance_of_eviction(seat.takes)
+        eviction = _EVICTION_PRICE if chance == 1 else _TRIAL_PRICE
+        price = 0.0
         victim = work.victim(seat) if chance else None
         if victim is not None:
             busy = [booking.left(now) for booking in work.bookings if booking.seat is victim]
             seat.load_wait += chance * max(busy, default=0.0)
             costs = {other: self.eviction_seconds(other, now) for other in work.others(seat)}
-            idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
-            seat.toll = chance * _TOLL * (costs[victim] + max(idle))
+            seat.toll = _of_victims(work, seat, victim, costs) * chance
+            for other in costs:
+                costs[other] *= _MOVE_PRICE if self._has_another_home(other) else eviction
+            price = _of_victims(work, seat, victim, costs) * chance * chance
         waiting = sum([job.seat is not seat for job in work.promised])
         waiting += sum([booking.began is None and booking.seat is not seat for booking in work.bookings])
-        seat.toll += work.loads_block * load * waiting
-        eviction = _EVICTION_PRICE if chance == 1 else _TRIAL_PRICE
-        seat.price = _LOAD_PRICE * load + eviction * chance * seat.toll
+        blocked = work.loads_block * load * waiting
+        seat.toll += blocked
+        seat.price = _LOAD_PRICE * load + price + eviction * chance * blocked
 
     def load_seconds(self, seat: Seat) -> float:
         return seat.speed.load.value if seat.speed.load.known else self._guess(seat, shown_load)
@@ -241,8 +251,9 @@ class Forecast:
         elsewhere = [
             other
             for work in self._works.values()
+            if work is not victim.work and work.node.state is NodeState.HEALTHY
             for other in work.seats.values()
-            if other.demand is victim.demand and other is not victim and other.warm
+            if other.demand is victim.demand and other.warm
         ]
         # Whoever comes while it is loaded again waits for that.
         again = min(1.0, soon) * load * (1 + rate * load / 2)
@@ -251,6 +262,18 @@ class Forecast:
         tokens = victim.demand.length(None)
         worse = max(0.0, min(self._alone(other) for other in elsewhere) - self._alone(victim)) * tokens
         return min(again, soon * worse + 0.2 * again)
+
+    def _has_another_home(self, victim: Seat) -> bool:
+        """Whether a node that is nearly as good has it too, or could have it without driving another one out."""
+        alone = victim.alone_s * _NEARLY
+        return any(
+            other.demand is victim.demand
+            and other.alone_s <= alone
+            and (other.warm or (other.cold and not other.chance))
+            for work in self._works.values()
+            if work is not victim.work and work.node.state is NodeState.HEALTHY
+            for other in work.seats.values()
+        )
 
     def _alone(self, seat: Seat) -> float:
         return seat.speed.decode.line()[0] if seat.speed.decode.known else self._guess(seat, shown_decode)
@@ -311,6 +334,7 @@ class Forecast:
             loading = Loading(now, seat.load_wait, self.load_seconds(seat), booking, work.in_memory())
             self._load_began(seat, loading, now)
         work.bookings[booking] = None
+        work.tried = True
         if not job.stream:
             booking.running_before = work.tick(now)
             work.running += 1
@@ -470,6 +494,7 @@ class Forecast:
     def _load_began(self, seat: Seat, loading: Loading, now: float) -> None:
         chance = seat.work.chance_of_eviction(seat.takes)  # asked before it counts as one of those that are there
         seat.loading = loading
+        seat.work.tried = True
         self._want_no_more(seat.demand)
         others = seat.work.others(seat) if chance else []
         for other in others:
@@ -537,6 +562,12 @@ class Progress:
     def carries(self) -> bool:
         """Whether the request makes the node load the model."""
         return self.booking.carries
+
+
+def _of_victims(work: Work, seat: Seat, victim: Seat, costs: Mapping[Seat, float]) -> float:
+    """Of what each would cost: whom the engine would take, and the worst of those that it could take."""
+    idle = [costs[other] for other in work.idle_others(seat)] or list(costs.values())
+    return _TOLL * (costs[victim] + max(idle))
 
 
 def investment(seat: Seat, worse: float, comes: bool) -> float:

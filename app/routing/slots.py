@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import inf
 
-_FIRST = 2
+_FIRST = 3
 _TRY_AGAIN_AFTER = 12  # requests, until one more than the known ceiling is tried; twice as many each time in vain
 _TRY_AGAIN_MAX = 400
 

@@ -128,6 +128,7 @@ class Work:
         "seats",
         "slots",
         "together_max",
+        "tried",
         "turned_out_at",
         "version",
         "wanted",
@@ -149,6 +150,7 @@ class Work:
         self.foreign_until: float | None = None  # when requests that came by another way should be over
         self.foreign_seconds = _FOREIGN_SECONDS
         self.ended_alike = ("", 0)  # when one last ended: its model, and the streams of that model then
+        self.tried = False  # a request was sent there, or a load begun
         self.together_max = 1  # most models seen in memory at once
         self.turned_out_at: int | None = None  # so many were too many
         self.loads_block = _LOADS_BLOCK  # how likely requests for what is in memory wait while another model is loaded
@@ -169,6 +171,16 @@ class Work:
     def in_doubt(self, now: float) -> bool:
         """Whether a load may have driven out a model that the node has not been asked about since."""
         return any(seat.doubted_until > now for seat in self.seats.values())
+
+    def untouched(self, seat: Seat) -> bool:
+        """Whether nothing is known of the node but that its memory is empty, and the model may fit there."""
+        vram = self.node.spec.vram_gb
+        return (
+            not self.tried
+            and self.node.loaded is not None
+            and not self.node.loaded
+            and (vram is None or seat.takes <= vram * GIB)
+        )
 
     def in_memory(self) -> frozenset[str]:
         listed = frozenset(self.node.loaded or ())

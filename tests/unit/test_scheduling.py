@@ -50,13 +50,13 @@ def test_models_do_not_drive_each_other_out_in_turn() -> None:
 
     loads = [play(scene, "shortest_expected_delay", seed=seed, count=40).loads for seed in (21, 22, 23, 24)]
 
-    assert sum(loads) <= 7 * len(loads)
+    assert sum(loads) <= (len(scene.machines) + 3) * len(loads)  # each of them once, to try it out
 
 
 def test_no_request_fails_when_a_node_dies_before_it_answers_or_comes_back() -> None:
     result = play(scenes()["twins"], "shortest_expected_delay", count=30, kill=1)
 
-    assert all("it closed the connection" in failed or "died" in failed for failed in result.failed)
+    assert all("ended before it was complete" in failed for failed in result.failed)
     assert len(result.failed) <= 4  # answers that had begun there
 
 

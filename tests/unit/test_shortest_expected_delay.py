@@ -597,3 +597,80 @@ def test_a_faster_node_that_may_have_room_is_soon_tried_and_one_that_has_none_is
         bench.serve(0, unread(), first=0.5, whole=4)
 
     assert loads[:1] == ([] if room else ["n1"])
+
+
+def _trying(*specs: dict[str, Any]) -> tuple[Bench, list[str]]:
+    """Nodes with nothing in memory, and the names of those that are made to load."""
+    bench, tried = Bench(*specs, loaded=()), []
+
+    def load(candidate: Candidate, _: Job) -> None:
+        bench.policy.forecast.load_begins(candidate)
+        tried.append(candidate.node.name)
+
+    bench.policy.start_load = load
+    return bench, tried
+
+
+def test_while_the_first_request_makes_one_node_load_another_is_tried_out() -> None:
+    bench, tried = _trying({}, {})
+
+    first = bench.rank(job())[0]
+
+    assert tried == [name for name in ("n0", "n1") if name != first]
+
+
+def test_nodes_are_tried_out_one_after_the_other_and_each_once() -> None:
+    bench, tried = _trying({"speed": 4.0}, {"speed": 3.0}, {"speed": 2.0})
+    bench.send(0, job())
+
+    for _ in range(3):
+        bench.rank(job())
+    assert tried == ["n1"]
+
+    seat = bench.policy.forecast.seat(bench.candidates()[1])
+    assert seat.loading is not None
+    bench.policy.forecast.load_ended(seat, seat.loading, 2.0)
+    for _ in range(3):
+        bench.rank(job())
+    assert tried == ["n1", "n2"]
+
+    for node in bench.nodes:
+        node.loaded = {}  # it was idle for long
+    bench.rank(job())
+    assert tried == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(("spec", "loaded"), [({"vram_gb": 4}, {}), ({}, {"other": LoadedModel("other")}), ({}, None)])
+def test_a_node_is_not_tried_out_where_that_may_cost_somebody_something(
+    spec: dict[str, Any], loaded: dict[str, LoadedModel] | None
+) -> None:
+    bench, tried = _trying({"speed": 4.0}, spec)
+    bench.nodes[1].loaded = loaded
+
+    bench.rank(job())
+    bench.rank(job())
+
+    assert "n1" not in tried
+
+
+@pytest.mark.parametrize("home", ["has it", "has room"])
+def test_a_better_place_costs_less_where_who_has_to_go_has_another_home(home: str) -> None:
+    def price(elsewhere: dict[str, LoadedModel] | None, *, dead: bool = False) -> float:
+        bench = Bench({}, {}, {})
+        for place in (1, 2):
+            bench.nodes[place].loaded = {"other": LoadedModel("other")}
+            bench.serve(place, unread(), first=0.2, whole=1, model="other")
+            bench.policy.forecast.seat(Candidate(bench.nodes[place], "m")).work.turned_out_at = 2
+        bench.nodes[2].loaded = elsewhere
+        bench.nodes[2].state = NodeState.DOWN if dead else NodeState.HEALTHY
+        for _ in range(3):
+            bench.clock.now += 2
+            bench.rank(unread(), "other")
+            bench.rank(unread())
+        return bench.policy.forecast.seat(Candidate(bench.nodes[1], "m")).price
+
+    there = {"other": LoadedModel("other")} if home == "has it" else {}
+
+    nowhere = price({"m": LoadedModel("m")})
+    assert 3 * price(there) < nowhere
+    assert price(there, dead=True) > 0.9 * nowhere

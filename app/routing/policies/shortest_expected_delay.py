@@ -121,7 +121,10 @@ class ShortestExpectedDelay(Policy):
         if cold:
             self._add_loads(scores, shortest, job, now, arrives)
         scores.sort(key=_FIRST)
-        return self._worth_now(scores, job, now)
+        ranked = self._worth_now(scores, job, now)
+        if cold and arrives:
+            self._try_out(scores, ranked, job)
+        return ranked
 
     def _add_loads(
         self,
@@ -225,6 +228,24 @@ class ShortestExpectedDelay(Policy):
         self.forecast.drop(node)
 
     # -- loads for their own sake
+
+    def _try_out(self, scores: list[tuple[float, float, Seat, Candidate]], ranked: list[Candidate], job: Job) -> None:
+        """Makes a node load the model that was never asked for anything and has nothing in memory.
+
+        That costs nobody anything, gives the model a second home and tells how fast the node is, which no guess does.
+        One at a time for each model, so that empty nodes are left for others.
+        """
+        if self.start_load is None:
+            return
+        chosen = ranked[0] if ranked else None
+        untried = None
+        for _, _, seat, candidate in scores:
+            if seat.loading is not None and seat.loading.carrier is None:
+                return
+            if untried is None and seat.cold and candidate is not chosen and seat.work.untouched(seat):
+                untried = candidate
+        if untried is not None:
+            self.start_load(untried, job)
 
     def _regret(self, colds: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
         """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
