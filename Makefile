@@ -10,8 +10,10 @@ ARGS ?=
 # Tests wait more than they compute, so that more processes than processors are of use.
 PROCESSES ?= $(shell python3 -c 'import os; print(2 * (os.cpu_count() or 1) + 1)')
 UPGRADE ?=
+# Tests start some hundred processes, each of which would compile all sources again where nothing may be kept.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run demo test test-engine lint format lock bench clean runtime-venv dev-venv
+.PHONY: help run demo test test-engine compiled lint format lock bench clean runtime-venv dev-venv
 
 help: ## This list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf 'make %-12s %s\n' "$$name" "$$text"; done
@@ -28,8 +30,14 @@ run: runtime-venv ## Start Hearth with what this machine offers; needs Python 3.
 demo: runtime-venv ## Watch a burst of requests survive a node that dies (ENGINE=real: on real llama.cpp servers)
 	@$(BIN)/python -m demo.burst $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: lint ## Lint, types and all tests but those that need a real engine
-	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
+test: ## Lint, types and all tests but those that need a real engine
+	@$(MAKE) --no-print-directory -j2 lint compiled
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
+
+# Done once, and beside mypy, which uses one processor, instead of by each of the tests' processes at the same time.
+# What cannot be collected is told by the tests themselves.
+compiled: dev-venv
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
 test-engine: dev-venv ## The tests on real llama.cpp servers; the first run installs one (needs g++ and cmake)
 	INSTALL_ONLY=1 scripts/real-engine.sh .engine

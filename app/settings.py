@@ -501,11 +501,12 @@ def _variable(name: str, given: Mapping[str, object]) -> str | None:
 
 
 def _misspelt(given: Mapping[str, object]) -> Iterator[str]:
-    for name in given:
-        hint = values.did_you_mean(name.upper(), [field.upper() for field in Settings.model_fields])
-        of_lmdeploy = name.upper() in (*_LMDEPLOY_VARIABLES, *_IGNORED_VARIABLES)
-        if name not in Settings.model_fields and hint and not of_lmdeploy:
-            yield f".env: {name.upper()} is not a setting{hint}"
+    known = [field.upper() for field in Settings.model_fields]
+    for name in map(str.upper, given):
+        if name not in (*known, *_LMDEPLOY_VARIABLES, *_IGNORED_VARIABLES):
+            hint = values.did_you_mean(name, known)
+            if hint:
+                yield f".env: {name} is not a setting{hint}"
 
 
 def _one_line(error: ValidationError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,15 +48,22 @@ async def shared(request: pytest.FixtureRequest) -> AsyncIterator[House]:
 
 @pytest.fixture
 def house(shared: House) -> Iterator[House]:
-    yield from _undisturbed(shared)
+    with undisturbed(shared):
+        yield shared
 
 
-def _undisturbed(house: House) -> Iterator[House]:
-    """Sees to it that no node hears of what a test sends, and that Hearth itself does not fail."""
+@contextmanager
+def undisturbed(house: House, case: str = "") -> Iterator[None]:
+    """Sees to it that no node hears of what is sent, and that Hearth itself does not fail. A failure names the case."""
     house.node.inferences.clear()
-    yield house
-    assert not house.node.inferences
-    assert not [line for line in house.hearth.lines.all if line["event"] == "bug"]
+    try:
+        yield
+        assert not house.node.inferences
+        assert not [line for line in house.hearth.lines.all if line["event"] == "bug"]
+    except Exception as error:
+        if case:
+            error.add_note(f"the case: {case}")
+        raise
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,10 @@ def check(answer: Response, bad: Bad) -> None:
         assert error["param"] == bad.param
     if bad.code:
         assert error["code"] == bad.code
+    if bad.status == 405:
+        assert answer.header("allow")
+    if bad.status == 401:
+        assert answer.header("www-authenticate") == "Bearer"
 
 
 def nested(levels: int) -> bytes:
@@ -203,35 +215,29 @@ WRONG_HTTP: Mapping[str, Bad] = {
 }
 
 
+async def refused(house: House, cases: Mapping[str, Bad], stream: bool | None = None) -> None:
+    """That each of these is."""
+    for case, bad in cases.items():
+        with undisturbed(house, case):
+            check(await send(house.hearth.url, bad.bytes(stream)), bad)
+
+
 @pytest.mark.parametrize("path", list(GOOD), ids=lambda path: path.rpartition("/")[2])
-@pytest.mark.parametrize("case", list(NOT_JSON))
-async def test_what_is_no_json_object_is_refused(house: House, case: str, path: str) -> None:
-    bad = Bad(body=NOT_JSON[case], path=path, code="invalid_json")
-    check(await send(house.hearth.url, bad.bytes()), bad)
+async def test_what_is_no_json_object_is_refused(house: House, path: str) -> None:
+    await refused(house, {case: Bad(body=body, path=path, code="invalid_json") for case, body in NOT_JSON.items()})
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
-@pytest.mark.parametrize("case", list(WRONG_FIELDS))
-async def test_wrong_fields_are_named(house: House, case: str, stream: bool) -> None:
-    bad = WRONG_FIELDS[case]
-    check(await send(house.hearth.url, bad.bytes(stream)), bad)
+async def test_wrong_fields_are_named(house: House, stream: bool) -> None:
+    await refused(house, WRONG_FIELDS, stream)
 
 
-@pytest.mark.parametrize("case", [*WRONG_EMBEDDINGS, *WRONG_STREAM])
-async def test_wrong_embeddings_and_wishes_to_stream_are_named(house: House, case: str) -> None:
-    bad = {**WRONG_EMBEDDINGS, **WRONG_STREAM}[case]
-    check(await send(house.hearth.url, bad.bytes()), bad)
+async def test_wrong_embeddings_and_wishes_to_stream_are_named(house: House) -> None:
+    await refused(house, {**WRONG_EMBEDDINGS, **WRONG_STREAM})
 
 
-@pytest.mark.parametrize("case", list(WRONG_HTTP))
-async def test_wrong_http_is_refused(house: House, case: str) -> None:
-    bad = WRONG_HTTP[case]
-    answer = await send(house.hearth.url, bad.bytes())
-    check(answer, bad)
-    if bad.status == 405:
-        assert answer.header("allow")
-    if bad.status == 401:
-        assert answer.header("www-authenticate") == "Bearer"
+async def test_wrong_http_is_refused(house: House) -> None:
+    await refused(house, WRONG_HTTP)
 
 
 async def test_a_head_request_is_refused_without_a_body(house: House) -> None:
@@ -255,16 +261,17 @@ SMUGGLED = {
 }
 
 
-@pytest.mark.parametrize("case", list(SMUGGLED))
-async def test_a_request_of_unclear_length_is_refused_and_its_connection_closed(house: House, case: str) -> None:
-    lines = ["POST /v1/chat/completions HTTP/1.1", "host: h", "content-type: application/json"]
-    lines += [f"{name}: {value}" for name, value in (("authorization", f"Bearer {KEY}"), *SMUGGLED[case])]
-    hidden = Bad().bytes()
-    async with connected(house.hearth.url) as client:
-        answer = await client.ask("\r\n".join([*lines, "", "0\r\n\r\n"]).encode() + hidden)
+async def test_a_request_of_unclear_length_is_refused_and_its_connection_closed(house: House) -> None:
+    for case, lengths in SMUGGLED.items():
+        lines = ["POST /v1/chat/completions HTTP/1.1", "host: h", "content-type: application/json"]
+        lines += [f"{name}: {value}" for name, value in (("authorization", f"Bearer {KEY}"), *lengths)]
+        hidden = Bad().bytes()
+        with undisturbed(house, case):
+            async with connected(house.hearth.url) as client:
+                answer = await client.ask("\r\n".join([*lines, "", "0\r\n\r\n"]).encode() + hidden)
 
-        assert answer.status in (400, 501)
-        assert await client.closed()
+                assert answer.status in (400, 501)
+                assert await client.closed()
 
 
 @pytest.mark.parametrize("how", ["finish", "leave"])
@@ -338,14 +345,13 @@ async def shared_ollama() -> AsyncIterator[House]:
 
 @pytest.fixture
 def ollama(shared_ollama: House) -> Iterator[House]:
-    yield from _undisturbed(shared_ollama)
+    with undisturbed(shared_ollama):
+        yield shared_ollama
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
-@pytest.mark.parametrize("case", list(NOT_ON_OLLAMA))
-async def test_what_ollama_cannot_do_is_refused(ollama: House, case: str, stream: bool) -> None:
-    bad = NOT_ON_OLLAMA[case]
-    check(await send(ollama.hearth.url, bad.bytes(stream)), bad)
+async def test_what_ollama_cannot_do_is_refused(ollama: House, stream: bool) -> None:
+    await refused(ollama, NOT_ON_OLLAMA, stream)
 
 
 @pytest.mark.parametrize("given", [[[1, 2], [3]], [1, 2], ["a", 1], [["a"]], [None]], ids=str)

@@ -105,11 +105,17 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("each", GAUGES, ids=lambda each: each.path)
-@pytest.mark.parametrize("body", NONSENSE)
-def test_nonsense_says_nothing(each: Gauge, body: bytes) -> None:
-    with pytest.raises(ValueError):
+def understands(each: Gauge, body: bytes) -> bool:
+    try:
         each.read(body)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("body", NONSENSE)
+def test_nonsense_says_nothing(body: bytes) -> None:
+    assert not [each.path for each in GAUGES if understands(each, body)]
 
 
 @given(st.binary(max_size=200))
