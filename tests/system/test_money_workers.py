@@ -18,11 +18,11 @@ import pytest
 from tests.fakes import FakeOllama
 from tests.fakes.billing import BillingCloud
 from tests.servers import Valkey
-from tests.system.gateway_process import ROOT, GatewayProcess
+from tests.system.gateway_process import ROOT, GatewayProcess, children
 from tests.system.harness import node_settings, until
 from tests.system.money import Books, Row, counted, paid
 from tests.system.plain_client import Response, request, send
-from tests.system.test_workers import Workers, children, runs
+from tests.system.test_workers import Workers, runs
 
 pytestmark = pytest.mark.timeout(180)  # processes that start take their time on a busy machine
 

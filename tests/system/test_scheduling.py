@@ -15,6 +15,7 @@ from tests.system.reading import read
 from tests.system.scripted import RawClient
 
 KEY = "sk-cloud-key-for-tests-0001"
+UNTRIED = {"vram_gb": 0.1}  # too little for the model, so that no node is made to load it but by a request
 
 
 def _loads(*nodes: FakeOllama) -> int:
@@ -24,16 +25,30 @@ def _loads(*nodes: FakeOllama) -> int:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
 async def test_a_model_is_loaded_once_however_many_wait_for_it(stream: bool) -> None:
     async with FakeOllama(models=["m"], load_seconds=0.5) as one, FakeOllama(models=["m"], load_seconds=0.5) as two:
-        async with gateway(one, two) as hearth:
+        async with gateway(local_nodes=node_settings(one, two, **UNTRIED)) as hearth:
             answers = await asyncio.gather(*(hearth.chat(stream=stream, max_tokens=5) for _ in range(6)))
 
             assert all(read(answer).whole for answer in answers)
             assert _loads(one, two) == 1
 
 
+async def test_a_second_empty_node_is_tried_out_once_and_is_there_when_the_first_one_dies() -> None:
+    async with FakeOllama(models=["m"], load_seconds=0.2) as one, FakeOllama(models=["m"], load_seconds=0.2) as two:
+        async with gateway(one, two) as hearth:
+            answers = await asyncio.gather(*(hearth.chat(max_tokens=5) for _ in range(6)))
+            await until(lambda: one.engine.loaded and two.engine.loaded, "both have it")
+            assert all(read(answer).whole for answer in answers)
+            name = (await hearth.chat(max_tokens=5)).headers["x-hearth-node"]
+            first, other = (one, two) if name == "n0" else (two, one)
+            first.behave(Behaviour.REFUSE)
+
+            assert read(await hearth.chat(max_tokens=5)).whole
+            assert [len(first.engine.loads), len(other.engine.loads)] == [1, 1]
+
+
 async def test_a_load_goes_on_for_others_when_the_client_that_caused_it_leaves() -> None:
     async with FakeOllama(models=["m"], load_seconds=1.5) as one, FakeOllama(models=["m"], load_seconds=1.5) as two:
-        async with gateway(one, two) as hearth:
+        async with gateway(local_nodes=node_settings(one, two, **UNTRIED)) as hearth:
             began = time.monotonic()
             async with RawClient(hearth.url) as first:
                 await first.ask()
@@ -57,7 +72,7 @@ async def hearth_idle(hearth: Any) -> bool:
 
 async def test_a_load_that_nobody_else_waits_for_ends_with_its_client() -> None:
     async with FakeOllama(models=["m"], load_seconds=30) as one, FakeOllama(models=["m"], load_seconds=30) as two:
-        async with gateway(one, two) as hearth:
+        async with gateway(local_nodes=node_settings(one, two, **UNTRIED)) as hearth:
             async with RawClient(hearth.url) as client:
                 await client.ask()
                 await until(lambda: one.open + two.open == 1, "the load is under way")

@@ -8,10 +8,11 @@ import signal
 from pathlib import Path
 
 from tests.fakes import FakeOllama
+from tests.system.gateway_process import children
 from tests.system.harness import until
 from tests.system.metrics_gateway import Scraped, parsed
 from tests.system.plain_client import request, send
-from tests.system.test_workers import CHAT, START_SECONDS, Workers, children, get, running, streams, whole
+from tests.system.test_workers import CHAT, START_SECONDS, Workers, get, running, streams, whole
 
 WORKERS = 4
 STALE_SECONDS = 2.0

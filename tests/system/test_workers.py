@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import pytest
 from app.telemetry.logs import Logger
 from app.workers import Slot, Supervisor
 from tests.fakes import FakeNode, FakeOllama, FakeVLLM
-from tests.system.gateway_process import GatewayProcess
+from tests.system.gateway_process import GatewayProcess, children
 from tests.system.harness import node_settings, until
 from tests.system.plain_client import Response, connected, request, send
 from tests.system.registration import add, kept
@@ -27,17 +27,6 @@ SLOW: Any = {"tokens": 40, "token_seconds": 0.03}
 ENDLESS: Any = {"tokens": 10_000, "token_seconds": 0.05}
 START_SECONDS = 30.0
 STOP_SECONDS = 15.0
-
-
-def children(pid: int) -> list[int]:
-    """The processes that this one has started and that run, oldest first."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(folder.name))
-    return sorted(found)
 
 
 def runs(pid: int) -> bool:
