@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from app.domain import NodeState, Operation, Outcome, Timings, Usage
+from app.domain import Operation, Outcome, Timings, Usage
 from app.routing import speeds
 from app.routing.demand import Demand
 from app.routing.job import Job
+from app.routing.obstacles import usable
 from app.routing.registry import Candidate, Node
 from app.routing.work import DOUBT_SECONDS, SURE, Booking, Loading, Seat, Work, shown_decode, shown_load, shown_prefill
 
@@ -251,7 +252,7 @@ class Forecast:
         elsewhere = [
             other
             for work in self._works.values()
-            if work is not victim.work and work.node.state is NodeState.HEALTHY
+            if work is not victim.work and usable(work.node)
             for other in work.seats.values()
             if other.demand is victim.demand and other.warm
         ]
@@ -270,8 +271,9 @@ class Forecast:
             other.demand is victim.demand
             and other.alone_s <= alone
             and (other.warm or (other.cold and not other.chance))
+            and other.model in (work.node.models or ())
             for work in self._works.values()
-            if work is not victim.work and work.node.state is NodeState.HEALTHY
+            if work is not victim.work and usable(work.node)
             for other in work.seats.values()
         )
 

@@ -29,7 +29,7 @@ class Loads:
         self,
         asking: Asking,
         forecast: Forecast,
-        on_trouble: Callable[[Candidate, NodeFailure], None] = lambda candidate, failure: None,
+        on_trouble: Callable[[Candidate, NodeFailure | HearthError], None] = lambda candidate, failure: None,
     ) -> None:
         self._on_trouble = on_trouble
         self._asking = asking
@@ -75,16 +75,16 @@ class Loads:
     def start(self, candidate: Candidate, job: Job) -> None:
         """Makes the node load the model, where its kind knows how."""
         if candidate.node.known_kind.load is not None and candidate.node.state is NodeState.HEALTHY:
-            self._own(self._load(candidate, job))
+            # Known at once: other requests are decided on before the task runs.
+            self._own(self._load(candidate, job, *self.forecast.load_begins(candidate)))
 
-    async def _load(self, candidate: Candidate, job: Job) -> None:
-        seat, loading = self.forecast.load_begins(candidate)
+    async def _load(self, candidate: Candidate, job: Job, seat: Seat, loading: Loading) -> None:
         seconds = None
         try:
             await self._asking.load(candidate, job)
             seconds = self.forecast.clock() - loading.since
-        except NodeFailure as failure:
-            self._on_trouble(candidate, failure)  # a client is told when it asks for it
+        except (NodeFailure, HearthError) as failure:
+            self._on_trouble(candidate, failure)  # no client waits for it
         finally:
             self.forecast.load_ended(seat, loading, seconds)
 

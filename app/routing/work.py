@@ -172,13 +172,15 @@ class Work:
         """Whether a load may have driven out a model that the node has not been asked about since."""
         return any(seat.doubted_until > now for seat in self.seats.values())
 
-    def untouched(self, seat: Seat) -> bool:
-        """Whether nothing is known of the node but that its memory is empty, and the model may fit there."""
-        vram = self.node.spec.vram_gb
+    def may_be_tried(self, seat: Seat) -> bool:
+        """Whether the node was never asked, nobody uses it or has plans for it, and the model may fit there."""
+        node, vram = self.node, self.node.spec.vram_gb
         return (
             not self.tried
-            and self.node.loaded is not None
-            and not self.node.loaded
+            and node.loaded is not None
+            and not node.loaded
+            and node.known_kind.load is not None
+            and not (node.spec.preload or node.in_flight_everywhere or node.foreign)
             and (vram is None or seat.takes <= vram * GIB)
         )
 

@@ -32,9 +32,10 @@ class Reporter:
         """A fault of Hearth's own."""
         self._log.error("bug", id=request_id, trace=trace)
 
-    def not_loaded(self, candidate: Candidate, failure: NodeFailure) -> None:
-        """A load that was made before anybody asked for the model."""
-        self._log.warning("model not loaded", node=candidate.node.name, model=candidate.model, reason=failure.summary)
+    def not_loaded(self, candidate: Candidate, failure: NodeFailure | HearthError) -> None:
+        """A load that no request carried. The words of a refusal are left out: a client could have caused them."""
+        reason = failure.summary if isinstance(failure, NodeFailure) else failure.code
+        self._log.warning("model not loaded", node=candidate.node.name, model=candidate.model, reason=reason)
 
     def _fields(self, ended: Ended) -> dict[str, Any]:
         trail, request = ended.trail, ended.request

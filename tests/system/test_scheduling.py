@@ -44,6 +44,19 @@ async def test_a_second_empty_node_is_tried_out_once_and_is_there_when_the_first
 
             assert read(await hearth.chat(max_tokens=5)).whole
             assert [len(first.engine.loads), len(other.engine.loads)] == [1, 1]
+            # One load for its own sake, although all six came at once.
+            assert sum(b'"content"' not in each.body for each in (*one.inferences, *two.inferences)) == 1
+
+
+async def test_a_model_that_a_node_refuses_is_told_in_the_log_when_no_client_asked_that_node() -> None:
+    async with FakeOllama(models=["m"]) as one, FakeOllama(models=["m"]) as two:
+        async with gateway(one, two) as hearth:
+            for node in (one, two):
+                node.behave(Behaviour.STATUS_400)
+
+            assert (await hearth.chat()).status_code == 400
+
+            await until(lambda: any(line["event"] == "model not loaded" for line in hearth.lines.all), "it is told")
 
 
 async def test_a_load_goes_on_for_others_when_the_client_that_caused_it_leaves() -> None:

@@ -640,28 +640,53 @@ def test_nodes_are_tried_out_one_after_the_other_and_each_once() -> None:
     assert tried == ["n1", "n2"]
 
 
-@pytest.mark.parametrize(("spec", "loaded"), [({"vram_gb": 4}, {}), ({}, {"other": LoadedModel("other")}), ({}, None)])
-def test_a_node_is_not_tried_out_where_that_may_cost_somebody_something(
-    spec: dict[str, Any], loaded: dict[str, LoadedModel] | None
-) -> None:
-    bench, tried = _trying({"speed": 4.0}, spec)
-    bench.nodes[1].loaded = loaded
+@pytest.mark.parametrize(
+    "why", ["too small", "in use", "preload", "another worker", "another program", "cannot load", "embedding"]
+)
+def test_a_node_is_not_tried_out_where_that_may_cost_somebody_something(why: str) -> None:
+    specs: dict[str, dict[str, Any]] = {"too small": {"vram_gb": 4}, "preload": {"preload": ("other",)}}
+    bench, tried = _trying({"speed": 4.0}, specs.get(why, {}))
+    node, asked = bench.nodes[1], job()
+    if why == "in use":
+        node.loaded = {"other": LoadedModel("other")}
+    elif why == "another worker":
+        node.others_in_flight = 1
+    elif why == "another program":
+        node.foreign = 1
+    elif why == "cannot load":
+        node.kind = KINDS["vllm"]
+    elif why == "embedding":
+        asked.operation = Operation.EMBEDDING
+    bench.send(0, job())
 
-    bench.rank(job())
-    bench.rank(job())
+    bench.rank(asked)
+    assert not tried
 
-    assert "n1" not in tried
+    if why == "embedding":
+        bench.rank(job())
+        assert tried == ["n1"]
+
+
+def test_nobody_waits_for_a_node_that_is_tried_out_long_after_the_others() -> None:
+    bench, _ = _trying({}, {})
+    bench.nodes[0].loaded = {"m": LoadedModel("m")}
+    bench.serve(0, unread(), first=0.2, whole=2)
+    bench.nodes[0].picked = 10_000
+    bench.policy.forecast.load_begins(bench.candidates()[1])
+
+    assert bench.rank(unread())[:1] == ["n0"]
 
 
 @pytest.mark.parametrize("home", ["has it", "has room"])
 def test_a_better_place_costs_less_where_who_has_to_go_has_another_home(home: str) -> None:
-    def price(elsewhere: dict[str, LoadedModel] | None, *, dead: bool = False) -> float:
+    def price(elsewhere: dict[str, LoadedModel], *, dead: bool = False, draining: bool = False) -> float:
         bench = Bench({}, {}, {})
         for place in (1, 2):
             bench.nodes[place].loaded = {"other": LoadedModel("other")}
             bench.serve(place, unread(), first=0.2, whole=1, model="other")
             bench.policy.forecast.seat(Candidate(bench.nodes[place], "m")).work.turned_out_at = 2
         bench.nodes[2].loaded = elsewhere
+        bench.nodes[2].draining = draining
         bench.nodes[2].state = NodeState.DOWN if dead else NodeState.HEALTHY
         for _ in range(3):
             bench.clock.now += 2
@@ -674,3 +699,4 @@ def test_a_better_place_costs_less_where_who_has_to_go_has_another_home(home: st
     nowhere = price({"m": LoadedModel("m")})
     assert 3 * price(there) < nowhere
     assert price(there, dead=True) > 0.9 * nowhere
+    assert price(there, draining=True) > 0.9 * nowhere

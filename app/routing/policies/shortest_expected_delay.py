@@ -232,17 +232,18 @@ class ShortestExpectedDelay(Policy):
     def _try_out(self, scores: list[tuple[float, float, Seat, Candidate]], ranked: list[Candidate], job: Job) -> None:
         """Makes a node load the model that was never asked for anything and has nothing in memory.
 
-        That costs nobody anything, gives the model a second home and tells how fast the node is, which no guess does.
-        One at a time for each model, so that empty nodes are left for others.
+        That drives nobody out, gives the model a second home and, with its first answer there, tells how fast the node
+        is, which no guess does. One at a time for each model, so that empty nodes are left for others; not for
+        embeddings, whose small models would take the place of those that are slow to load.
         """
-        if self.start_load is None:
+        if self.start_load is None or job.operation is Operation.EMBEDDING:
             return
         chosen = ranked[0] if ranked else None
         untried = None
         for _, _, seat, candidate in scores:
             if seat.loading is not None and seat.loading.carrier is None:
                 return
-            if untried is None and seat.cold and candidate is not chosen and seat.work.untouched(seat):
+            if untried is None and seat.cold and candidate is not chosen and seat.work.may_be_tried(seat):
                 untried = candidate
         if untried is not None:
             self.start_load(untried, job)
@@ -322,10 +323,10 @@ def score(prediction: Prediction) -> float:
 
 
 def _favour_unseen(scores: list[tuple[float, float, Seat, Candidate]], newest: int) -> None:
-    """Lowers the scores of nodes that have the model and were not chosen for long."""
+    """Lowers the scores of nodes that have the model in memory and were not chosen for long."""
     for place, (score, service, seat, candidate) in enumerate(scores):
         unseen = newest - candidate.node.picked
-        if unseen > _UNSEEN_AFTER and not seat.cold:
+        if unseen > _UNSEEN_AFTER and not seat.cold and seat.loading is None:
             scores[place] = (score * _UNSEEN_BONUS ** (unseen // _UNSEEN_AFTER), service, seat, candidate)
 
 
