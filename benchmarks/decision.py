@@ -14,6 +14,7 @@ import orjson
 from app.domain import LoadedModel, ModelInfo, NodeSpec, NodeState, Operation, Outcome, Request, Usage
 from app.providers import KINDS
 from app.routing.breaker import Breaker
+from app.routing.forecast import Forecast
 from app.routing.job import Job
 from app.routing.policies.shortest_expected_delay import ShortestExpectedDelay
 from app.routing.registry import Candidate, Node
@@ -53,7 +54,12 @@ def microseconds(nodes: int, messages: int, characters: int, cold: int = 0) -> t
     """
     made = [_node(index, loads=cold > 0, holds=index >= cold) for index in range(nodes)]
     candidates = [Candidate(node, "m") for node in made]
-    policy = ShortestExpectedDelay(start_load=lambda candidate, job: None)
+    forecast = Forecast()
+
+    def start_load(candidate: Candidate, job: Job) -> None:
+        forecast.load_begins(candidate)
+
+    policy = ShortestExpectedDelay(forecast, start_load=start_load)
 
     def decide(request: Request) -> tuple[Job, Candidate]:
         job = Job(request)

@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 from math import inf
 from typing import TYPE_CHECKING
 
-from app.domain import GIB, EngineLoad, LoadedModel
+from app.domain import GIB, EngineLoad, LoadedModel, NodeSpec
 from app.routing.demand import Demand
 from app.routing.job import Job
 from app.routing.prefixes import Held
@@ -400,6 +400,7 @@ class Seat:
         "load_wait",
         "loading",
         "model",
+        "power",
         "prefill_s",
         "press",
         "price",
@@ -424,6 +425,7 @@ class Seat:
         self.model = model
         self.demand = demand
         self.size = size
+        self.power = _power(work.node.spec)
         self.taken: int | None = None  # bytes of video memory, when the node last had it there
         self.held = Held(work.number)
         self.speed = Speed()
@@ -464,14 +466,6 @@ class Seat:
         """Bytes of memory; 0 = unknown. It may be more than the file has, or less where a CPU has a part."""
         return self.taken or self.size
 
-    @property
-    def power(self) -> float:
-        """What the operator says of the node: a hint while it has shown nothing."""
-        spec = self.work.node.spec
-        if spec.speed is not None:
-            return spec.weight * spec.speed
-        return spec.weight * math.pow(spec.max_concurrency or 4, _POWER)
-
     def forget(self) -> None:
         self.demand.prefixes.forget(self.held)
         self.slots.forget()
@@ -480,6 +474,13 @@ class Seat:
     def known(self, take: Callable[[Seat], float | None]) -> Known | None:
         seconds = take(self)
         return None if seconds is None else Known(seconds, self.power, self.size)
+
+
+def _power(spec: NodeSpec) -> float:
+    """What the operator says of the node: a hint while it has shown nothing."""
+    if spec.speed is not None:
+        return spec.weight * spec.speed
+    return spec.weight * math.pow(spec.max_concurrency or 4, _POWER)
 
 
 def shown_prefill(seat: Seat) -> float | None:

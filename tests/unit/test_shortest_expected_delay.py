@@ -640,6 +640,24 @@ def test_nodes_are_tried_out_one_after_the_other_and_each_once() -> None:
     assert tried == ["n1", "n2"]
 
 
+def test_two_are_tried_out_at_once_where_nothing_tells_nodes_apart_and_those_with_the_most_models_first() -> None:
+    bench, tried = _trying({}, {}, {}, {}, {})
+    for place in (2, 4):
+        bench.nodes[place].list_models([ModelInfo(name, size_bytes=5 * 10**9) for name in ("m", "other", "third")])
+    bench.send(0, job())
+
+    for _ in range(3):
+        bench.rank(job())
+    assert sorted(tried) == ["n2", "n4"]
+
+    seat = bench.policy.forecast.seat(bench.candidates()[2])
+    assert seat.loading is not None
+    bench.policy.forecast.load_ended(seat, seat.loading, 2.0)
+    for _ in range(3):
+        bench.rank(job())
+    assert len(tried) == 3
+
+
 @pytest.mark.parametrize(
     "why", ["too small", "in use", "preload", "another worker", "another program", "cannot load", "embedding"]
 )

@@ -28,6 +28,7 @@ _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are s
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
 _AHEAD = 0.3  # of what will be lost, if those who come lose as much as this one; not all, as they may not come
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
+_TRIALS, _TRIALS_TOLD = 2, 1  # at a time, of one model
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
 
@@ -230,23 +231,31 @@ class ShortestExpectedDelay(Policy):
     # -- loads for their own sake
 
     def _try_out(self, scores: list[tuple[float, float, Seat, Candidate]], ranked: list[Candidate], job: Job) -> None:
-        """Makes a node load the model that was never asked for anything and has nothing in memory.
+        """Makes nodes load the model that were never asked for anything and have nothing in memory.
 
-        That drives nobody out, gives the model a second home and, with its first answer there, tells how fast the node
-        is, which no guess does. One at a time for each model, so that empty nodes are left for others; not for
-        embeddings, whose small models would take the place of those that are slow to load.
+        That drives nobody out, gives the model another home and, with its first answer there, tells how fast the node
+        is, which no guess does. A few at a time, so that empty nodes are left for other models: one where the operator
+        has told nodes apart, two where nothing is known of any. Then those with the most models come first, as what is
+        learned of them counts for the most. Not for embeddings, whose small models would take the place of those that
+        are slow to load.
         """
         if self.start_load is None or job.operation is Operation.EMBEDDING:
             return
+        untried = [each for each in scores if each[2].cold and not each[2].work.tried]
+        if not untried:
+            return
+        left = _TRIALS - sum([each[2].loading is not None and each[2].loading.carrier is None for each in scores])
+        if left <= 0:
+            return
+        if any(each[2].power != scores[0][2].power for each in scores):
+            left -= _TRIALS - _TRIALS_TOLD
+        else:
+            untried.sort(key=_models, reverse=True)
         chosen = ranked[0] if ranked else None
-        untried = None
-        for _, _, seat, candidate in scores:
-            if seat.loading is not None and seat.loading.carrier is None:
-                return
-            if untried is None and seat.cold and candidate is not chosen and seat.work.may_be_tried(seat):
-                untried = candidate
-        if untried is not None:
-            self.start_load(untried, job)
+        for _, _, seat, candidate in untried:
+            if left > 0 and candidate is not chosen and seat.work.may_be_tried(seat):
+                self.start_load(candidate, job)
+                left -= 1
 
     def _regret(self, colds: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
         """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
@@ -328,6 +337,10 @@ def _favour_unseen(scores: list[tuple[float, float, Seat, Candidate]], newest: i
         unseen = newest - candidate.node.picked
         if unseen > _UNSEEN_AFTER and not seat.cold and seat.loading is None:
             scores[place] = (score * _UNSEEN_BONUS ** (unseen // _UNSEEN_AFTER), service, seat, candidate)
+
+
+def _models(scored: tuple[float, float, Seat, Candidate]) -> int:
+    return len(scored[3].node.models or ())
 
 
 def _terms(prediction: Prediction) -> Terms:
