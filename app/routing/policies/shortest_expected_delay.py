@@ -28,7 +28,7 @@ _LOAD_PATIENCE = 3.0  # of the time that a load should take: then requests are s
 _REGRET_SECONDS = 90.0  # how long a loss is remembered
 _AHEAD = 0.3  # of what will be lost, if those who come lose as much as this one; not all, as they may not come
 _WANTED_LOADS = 6.0  # times that a load takes, for which a chance to start it is waited for
-_TRIALS, _TRIALS_TOLD = 2, 1  # at a time, of one model
+_TRIALS = 2  # at a time, of one model; one less where the operator has told nodes apart
 _UNSEEN_AFTER = 150  # choices; each time so many went elsewhere, a node is believed to be better than it was
 _UNSEEN_BONUS = 0.75
 
@@ -248,7 +248,7 @@ class ShortestExpectedDelay(Policy):
         if left <= 0:
             return
         if any(each[2].power != scores[0][2].power for each in scores):
-            left -= _TRIALS - _TRIALS_TOLD
+            left -= 1
         else:
             untried.sort(key=_models, reverse=True)
         chosen = ranked[0] if ranked else None
