@@ -104,6 +104,7 @@ class Forecast:
         """The node is no more: its number may be given to another."""
         work = self._works.pop(node, None)
         if work is not None:
+            work.wanted = None
             work.forget()
             self._numbers.discard(work.number)
 

@@ -16,6 +16,7 @@ from app.routing.asking import Asking
 from app.routing.attempt import Attempt
 from app.routing.forecast import Forecast, Progress
 from app.routing.job import Job
+from app.routing.obstacles import usable
 from app.routing.plan import Plan
 from app.routing.registry import Candidate
 from app.routing.reply import Reply
@@ -74,7 +75,8 @@ class Loads:
 
     def start(self, candidate: Candidate, job: Job) -> None:
         """Makes the node load the model, where its kind knows how."""
-        if candidate.node.known_kind.load is not None and candidate.node.state is NodeState.HEALTHY:
+        node = candidate.node
+        if usable(node) and node.state is NodeState.HEALTHY and node.known_kind.load is not None:
             # Known at once: other requests are decided on before the task runs.
             self._own(self._load(candidate, job, *self.forecast.load_begins(candidate)))
 

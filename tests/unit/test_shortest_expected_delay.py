@@ -658,6 +658,32 @@ def test_two_are_tried_out_at_once_where_nothing_tells_nodes_apart_and_those_wit
     assert len(tried) == 3
 
 
+def test_beside_another_trial_the_last_empty_node_is_left_for_another_model() -> None:
+    bench, tried = _trying({}, {}, {})
+    bench.send(0, job())
+
+    for _ in range(3):
+        bench.rank(job())
+
+    assert len(tried) == 1
+    left = next(name for name in ("n1", "n2") if name not in tried)
+    assert bench.rank(unread(), "other")[0] == left
+
+
+def test_nothing_is_loaded_any_more_on_a_node_that_was_removed() -> None:
+    bench, tried = _trying({}, {})
+    progress = bench.send(1, job(), "other")
+    candidate = bench.candidates()[1]
+    work = bench.policy.forecast.seat(candidate).work
+    work.wanted = (candidate, job(), bench.clock.now + 60)
+    for node in bench.nodes:
+        bench.policy.dropped(node)
+
+    bench.end(1, progress)
+
+    assert not tried
+
+
 @pytest.mark.parametrize(
     "why", ["too small", "in use", "preload", "another worker", "another program", "cannot load", "embedding"]
 )

@@ -244,7 +244,8 @@ class ShortestExpectedDelay(Policy):
         untried = [each for each in scores if each[2].cold and not each[2].work.tried]
         if not untried:
             return
-        left = _TRIALS - sum([each[2].loading is not None and each[2].loading.carrier is None for each in scores])
+        under_way = sum([each[2].loading is not None and each[2].loading.carrier is None for each in scores])
+        left = _TRIALS - under_way
         if left <= 0:
             return
         if any(each[2].power != scores[0][2].power for each in scores):
@@ -252,10 +253,10 @@ class ShortestExpectedDelay(Policy):
         else:
             untried.sort(key=_models, reverse=True)
         chosen = ranked[0] if ranked else None
-        for _, _, seat, candidate in untried:
-            if left > 0 and candidate is not chosen and seat.work.may_be_tried(seat):
-                self.start_load(candidate, job)
-                left -= 1
+        empty = [each for _, _, seat, each in untried if each is not chosen and seat.work.may_be_tried(seat)]
+        # Beside another trial, the last empty node is left for another model.
+        for candidate in empty[: max(min(left, len(empty) - 1), 0 if under_way else 1)]:
+            self.start_load(candidate, job)
 
     def _regret(self, colds: list[tuple[float, float, Seat, Candidate]], steady: float, job: Job, now: float) -> None:
         """Adds up what is lost because the model is not where it would do best; starts a load when that is enough.
