@@ -113,9 +113,9 @@ class Choice:
             ranked = _busy_last(policy.rank(candidates, self.job(plan)))
             free = next((candidate for candidate in ranked if not candidate.node.full), None)
             if free is not None:
-                return Step(free, len(ranked), _fallback(plan, free))
+                return Step(free, len(candidates), _fallback(plan, free))
             if ranked and plan.overloaded is None:
-                step = Step(ranked[0], len(ranked), _fallback(plan, ranked[0]), waits=True)
+                step = Step(ranked[0], len(candidates), _fallback(plan, ranked[0]), waits=True)
                 plan.overloaded = self._too_full(plan, ranked)
                 return step
         return None
@@ -190,7 +190,7 @@ class Choice:
     async def among(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
         """An attempt on one of these, after a wait if they are only full; None when none of them can be asked."""
         while candidates:
-            attempt = self._take(plan, self._ranked(plan, candidates)) or await self._queue(plan, candidates)
+            attempt = self._take(plan, candidates) or await self._queue(plan, candidates)
             if attempt is not None:
                 return attempt
             candidates = plan.open(candidates)
@@ -214,10 +214,10 @@ class Choice:
             plan.job.num_ctx = plan.route.num_ctx
         return plan.job
 
-    def _take(self, plan: Plan, ranked: list[Candidate]) -> Attempt | None:
-        for candidate in ranked:
+    def _take(self, plan: Plan, candidates: list[Candidate]) -> Attempt | None:
+        for candidate in self._ranked(plan, candidates):
             slot = self._admission.take(candidate)
-            if slot is not None and (attempt := self._permitted(plan, slot, len(ranked))):
+            if slot is not None and (attempt := self._permitted(plan, slot, len(candidates))):
                 return attempt
         return None
 

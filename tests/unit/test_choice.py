@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -28,13 +29,13 @@ class _House:
     """One node with a large context window and two with small ones, each with a place for one request."""
 
     def __init__(self) -> None:
-        policy = ShortestExpectedDelay()
-        self.admission = Admission(chooser=policy)
+        self.policy = ShortestExpectedDelay()
+        self.admission = Admission(chooser=self.policy)
         self.nodes = [node(name, max_concurrency=1) for name in ("large", "small", "little")]
         self.registry = Registry(self.nodes, self.admission.changed)
         for each, window in zip(self.nodes, (100_000, 500, 500), strict=True):
             each.list_models([ModelInfo("m", context_length=window)])
-        self.choice = Choice(policy, self.admission, _Nobody(), queue_seconds=0.02)
+        self.choice = Choice(self.policy, self.admission, _Nobody(), queue_seconds=0.02)
 
     def plan(self, characters: int) -> Plan:
         text = "x" * characters
@@ -60,6 +61,23 @@ async def test_whoever_has_waited_in_vain_leaves_no_promise_behind() -> None:
         attempt.succeed()
     house.nodes[0].draining = True
     assert (await house.choice.next(house.plan(10))).candidate.node in house.nodes[1:]
+
+
+@pytest.mark.parametrize("doubted", [0, 1, 2])
+async def test_whoever_could_serve_is_counted_even_where_it_is_not_the_moment_to_ask_it(doubted: int) -> None:
+    house = _House()
+    candidates = house.plan(10).local()
+    house.policy.forecast.seat(candidates[doubted]).doubted_until = math.inf
+
+    for _ in range(20):  # which of them is best is drawn by lot
+        explained = (await house.choice.rehearse(house.plan(10), 1))[0]
+        plan = house.plan(10)
+        attempt = await house.choice.next(plan)
+        attempt.succeed()
+
+        assert attempt.candidate.node is not house.nodes[doubted]
+        assert explained.candidate.node is not house.nodes[doubted]
+        assert plan.trail.candidates == explained.candidates == len(house.nodes)
 
 
 # -- with what right a request waits

@@ -148,7 +148,7 @@ class ShortestExpectedDelay(Policy):
                 there = service + seat.slot_wait
                 steady = there if there < steady else steady
                 comes = comes or seat.loading is not None
-        best = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        best = _worth_taking(best)
         for place, (score, service, seat, candidate) in enumerate(scores):
             if score < best and seat.cold:
                 scores[place] = (score + investment(seat, service - shortest, comes), service, seat, candidate)
@@ -175,18 +175,19 @@ class ShortestExpectedDelay(Policy):
 
     def _worth_now(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> list[Candidate]:
         best, service, seat, _ = scores[0]
-        if self._free(seat, job, now):
+        waited = now - job.since
+        if self.free(seat, waited, now):
             return [each[3] for each in scores]
-        limit = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
-        now_free = [each[3] for each in scores if each[0] <= limit and self._free(each[2], job, now)]
+        limit = _worth_taking(best)
+        now_free = [each[3] for each in scores if each[0] <= limit and self.free(each[2], waited, now)]
         if now_free:
             return now_free
         self._promise(job, seat, service)
         return []
 
-    def _free(self, seat: Seat, job: Job, now: float) -> bool:
-        """Whether a request would start on it at once, or make it load."""
-        if not seat.work.has_room(seat, now - job.since):
+    def free(self, seat: Seat, waited: float, now: float) -> bool:
+        """Whether a request that has `waited` for so many seconds would start on it at once, or make it load."""
+        if not seat.work.has_room(seat, waited):
             return False
         loading = seat.loading
         if now < seat.doubted_until:
@@ -194,7 +195,7 @@ class ShortestExpectedDelay(Policy):
         if seat.cold:
             if seat.work.loads:
                 return False
-            return not seat.work.must_be_idle(seat) or now - job.since > seat.load_wait
+            return not seat.work.must_be_idle(seat) or waited > seat.load_wait
         if seat.warm:
             return not seat.blocked
         return loading is None or now - loading.since > _LOAD_PATIENCE * loading.expected
@@ -324,12 +325,24 @@ class _Rehearsal(Policy):
             return candidates
         job = job or Job(_SOMETHING)
         scores = [score(prediction) for prediction in self._policy.explain(candidates, job)]
-        return [candidates[place] for place in sorted(range(len(candidates)), key=scores.__getitem__)]
+        limit = _worth_taking(min(scores))
+        now = self._policy.forecast.clock()
+
+        def turn(place: int) -> tuple[bool, float]:
+            seat = self._policy.forecast.seat(candidates[place])
+            return not (scores[place] <= limit and self._policy.free(seat, 0.0, now)), scores[place]
+
+        return [candidates[place] for place in sorted(range(len(candidates)), key=turn)]
 
 
 def score(prediction: Prediction) -> float:
     """What the choice goes by: a prediction's own score, with the wait for the first word counted more."""
     return prediction.score + _FIRST_TOKEN_WEIGHT * prediction.first_token
+
+
+def _worth_taking(best: float) -> float:
+    """Up to which score a place that is free is taken rather than the best one, if that is not free."""
+    return best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
 
 
 def _favour_unseen(scores: list[tuple[float, float, Seat, Candidate]], newest: int) -> None:
