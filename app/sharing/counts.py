@@ -1,4 +1,7 @@
-"""How many requests each replica has in flight on each node. Plain counting; `fleet.py` sends and receives."""
+"""How many requests each replica has in flight on each node. Plain counting; `fleet.py` sends and receives.
+
+A load that a replica began for its own sake counts as one, so that no other takes the node for an idle one.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class Counts:
         return changed
 
     def all(self) -> dict[str, int]:
-        return {place: node.in_flight for place, node in self.places.items()}
+        return {place: node.in_flight + node.loads for place, node in self.places.items()}
 
     def told(self, counts: Mapping[str, int]) -> None:
         """Others have been sent these."""

@@ -45,7 +45,7 @@ def node_gauges(nodes: Registry, admission: Admission) -> tuple[Family, ...]:
         Gauge("hearth_in_flight", "Requests on the node now.", "node", source=each(lambda node: node.in_flight)),
         Gauge(
             "hearth_in_flight_everywhere",
-            "Requests on the node now, with those of other replicas as they last said.",
+            "Requests on the node now, with those of other replicas and the loads that these began, as they last said.",
             "node",
             source=each(lambda node: node.in_flight_everywhere),
             merge=Merge.MAX,

@@ -251,6 +251,28 @@ async def test_a_node_is_full_when_all_replicas_together_fill_it(valkey_url: str
             await everywhere(found, view("n0", "others_in_flight", 0), "nothing is left")
 
 
+async def test_a_node_that_one_replica_tries_out_is_no_idle_one_to_another(valkey_url: str) -> None:
+    async with FakeOllama(models=["m"]) as first, FakeOllama(models=["m"], load_seconds=1.0) as second:
+        local_nodes = json.dumps(
+            [
+                {"url": node.url, "kind": "ollama", "name": name, "weight": weight}
+                for node, name, weight in ((first, "best", 2), (second, "empty", 1))
+            ]
+        )
+        settings = {"lb_strategy": "shortest_expected_delay", "health_check_interval": 0.1}
+        async with replicas(2, valkey_url, local_nodes=local_nodes, **settings) as found:
+            one, two = found
+            for name in ("best", "empty"):
+                await one.state(name, "healthy")
+
+            assert (await one.chat(model="m")).status_code == 200
+
+            await everywhere([two], view("empty", "others_in_flight", 1), "the other one knows")
+            assert not second.engine.loads
+            await everywhere([two], view("empty", "others_in_flight", 0), "the trial is over", CONVERGED_SECONDS)
+            assert second.engine.loads
+
+
 async def waiting(hearth: Gateway) -> bool:
     text = (await hearth.client.get("/metrics")).text
     return any(line.startswith("hearth_waiting") and line.endswith(" 1.0") for line in text.splitlines())

@@ -43,6 +43,12 @@ def test_counts_of_others_add_up_and_count_as_load(counts: Counts, nodes: list[N
     assert nodes[1].others_in_flight == 0
 
 
+def test_a_load_without_a_request_counts_for_others(counts: Counts, nodes: list[Node]) -> None:
+    nodes[1].in_flight = nodes[1].loads = 1
+
+    assert counts.changes() == {place(nodes[1]): 2}
+
+
 def test_a_change_leaves_the_other_counts_and_a_whole_replaces_them(counts: Counts, nodes: list[Node]) -> None:
     a, b = nodes
     counts.hear("one", {place(a): 1, place(b): 1}, 0.0, whole=True)

@@ -39,8 +39,10 @@ async def test_only_a_node_that_can_be_asked_is_made_to_load(state: str) -> None
 
     loads.start(candidate, Job(Request("r", Operation.CHAT, "m", b"", {})))
     begun = loads.forecast.seat(candidate).loading is not None
+    assert node.loads == int(begun)
     await asyncio.sleep(0)
     await loads.close()
 
     assert begun == (state == "healthy")
+    assert node.loads == 0
     assert asking.loaded == (["m"] if begun else [])
