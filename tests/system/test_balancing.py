@@ -293,7 +293,7 @@ async def test_a_full_queue_is_told_at_once_and_when_to_come_back() -> None:
 
 async def test_waiting_ends_with_a_time_to_come_back() -> None:
     async with FakeVLLM(models=["m"], tokens=1000, token_seconds=0.02) as node:
-        settings = {"local_nodes": node_settings(node, max_concurrency=1), "first_token_timeout": 0.3}
+        settings = {"local_nodes": node_settings(node, max_concurrency=1), "queue_timeout": 0.3}
         async with gateway(**settings) as hearth, RawClient(hearth.url) as client:
             await client.ask()
             await client.read_until(b"t0 ")
@@ -307,7 +307,7 @@ async def test_waiting_ends_with_a_time_to_come_back() -> None:
 @STREAM_AND_DOCUMENT
 async def test_the_cloud_helps_when_the_local_nodes_stay_full(stream: bool) -> None:
     async with FakeVLLM(models=["m"], tokens=1000, token_seconds=0.02) as node, FakeCloud() as cloud:
-        settings = {"local_nodes": node_settings(node, max_concurrency=1), "first_token_timeout": 0.3}
+        settings = {"local_nodes": node_settings(node, max_concurrency=1), "queue_timeout": 0.3}
         async with gateway(**settings, **_cloud(cloud)) as hearth, RawClient(hearth.url) as client:
             await client.ask()
             await client.read_until(b"t0 ")

@@ -296,7 +296,7 @@ async def test_the_cloud_is_asked_when_full_nodes_stay_full() -> None:
     async with FakeOllama(models=["m"], token_seconds=0.2, tokens=50) as node, FakeCloud(api_key=KEY) as cloud:
         spec = json.dumps([{"url": node.url, "kind": "ollama", "name": "n0", "max_concurrency": 1}])
         target = json.dumps([{"name": "c0", "endpoint": cloud.url + "/v1", "api_key": KEY, "model": "gpt-4o-mini"}])
-        async with gateway(local_nodes=spec, cloud_providers=target, first_token_timeout=0.2) as hearth:
+        async with gateway(local_nodes=spec, cloud_providers=target, queue_timeout=0.2) as hearth:
             site = Site(hearth, node, node, cloud)
             await hearth.state("n0", "healthy")
             async with hearth.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:

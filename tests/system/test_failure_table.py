@@ -430,7 +430,7 @@ OWN_ANSWERS: Mapping[str, tuple[dict[str, Any], Ask]] = {
         lambda h, n: _post(h, n, GOOD + b" " * 2000),
     ),
     "the body is not declared as JSON": ({}, lambda h, n: _post(h, n, content_type="text/plain")),
-    "every node is full, for as long as a request may wait": ({"first_token_timeout": 0.2}, _when_full),
+    "every node is full, for as long as a request may wait": ({"queue_timeout": 0.2}, _when_full),
     "every node is full, and too many requests wait already": ({"queue_size": 1}, _when_the_queue_is_full),
     "no node that serves the model is up": ({}, _when_down),
     "Hearth is shutting down": ({}, _when_closing),

@@ -293,7 +293,7 @@ async def test_the_sdk_reads_a_stream_that_was_kept_alive(waits: bool) -> None:
 
 async def test_failover_goes_on_behind_keep_alives() -> None:
     async with FakeVLLM(models=["m"]) as broken, FakeVLLM(models=["m"], first_seconds=0.2) as other:
-        settings = {"first_token_timeout": 0.5, "keep_alive_after": 0.1, "lb_strategy": "round_robin"}
+        settings = {"first_token_timeout": 1.0, "keep_alive_after": 0.1, "lb_strategy": "round_robin"}
         async with gateway(broken, other, **settings) as hearth:
             broken.behave(Behaviour.HANG)
             answers = [await hearth.chat(stream=True) for _ in range(2)]
