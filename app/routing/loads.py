@@ -78,7 +78,6 @@ class Loads:
         node = candidate.node
         if usable(node) and node.state is NodeState.HEALTHY and node.known_kind.load is not None:
             # Known at once: other requests are decided on before the task runs.
-            node.loads += 1
             self._own(self._load(candidate, job, *self.forecast.load_begins(candidate)))
 
     async def _load(self, candidate: Candidate, job: Job, seat: Seat, loading: Loading) -> None:
@@ -89,7 +88,6 @@ class Loads:
         except (NodeFailure, HearthError) as failure:
             self._on_trouble(candidate, failure)  # no client waits for it
         finally:
-            candidate.node.loads -= 1
             self.forecast.load_ended(seat, loading, seconds)
 
     def _own(self, work: Coroutine[Any, Any, None]) -> None:

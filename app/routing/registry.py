@@ -41,7 +41,6 @@ class Node:
         "kind",
         "latencies",
         "loaded",
-        "loads",
         "models",
         "name",
         "others_in_flight",
@@ -65,8 +64,7 @@ class Node:
         self.engine: EngineLoad | None = None  # what the engine says of its load; None = nothing
         self.foreign = 0  # requests on the engine that came by another way, when it last said
         self.in_flight = 0
-        self.loads = 0  # that this replica began for their own sake, without a request
-        self.others_in_flight = 0  # requests and such loads of other replicas, as they last said
+        self.others_in_flight = 0  # of other replicas, as they last said: requests, and loads without one
         self.latencies: deque[float] = deque(maxlen=LATENCIES)  # seconds that the last answers took, whole ones only
         self.incarnation = 0  # how often it came back; its engine may have forgotten everything then
         self.penalty_until = 0.0  # monotonic seconds; until then it is asked last

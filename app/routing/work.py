@@ -224,6 +224,11 @@ class Work:
         """Whether a model is on its way into memory."""
         return any(seat.loading is not None for seat in self.seats.values())
 
+    @property
+    def loads_alone(self) -> int:
+        """How many of these go on without a request: for their own sake, or since their client left."""
+        return sum(seat.loads_alone for seat in self.seats.values())
+
     def beside(self, seat: Seat) -> Loading | None:
         """The load of another model."""
         return next((each.loading for each in self.seats.values() if each is not seat and each.loading), None)
@@ -460,6 +465,11 @@ class Seat:
         return self.confirmed is loaded or any(
             booking.seat is self and booking.began is not None for booking in self.work.bookings
         )
+
+    @property
+    def loads_alone(self) -> bool:
+        """Whether it is on its way into memory without a request that asked for it."""
+        return self.loading is not None and self.loading.carrier is None
 
     @property
     def takes(self) -> float:

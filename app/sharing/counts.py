@@ -1,6 +1,6 @@
 """How many requests each replica has in flight on each node. Plain counting; `fleet.py` sends and receives.
 
-A load that a replica began for its own sake counts as one, so that no other takes the node for an idle one.
+A load that goes on without a request counts as one, so that no other replica takes the node for an idle one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Counts:
         return changed
 
     def all(self) -> dict[str, int]:
-        return {place: node.in_flight + node.loads for place, node in self.places.items()}
+        return {place: _in_flight(node) for place, node in self.places.items()}
 
     def told(self, counts: Mapping[str, int]) -> None:
         """Others have been sent these."""
@@ -92,6 +92,10 @@ class Counts:
         node.others_in_flight = sum(peer.counts.get(place, 0) for peer in self._peers.values())
         if node.others_in_flight < before:
             self._on_freed(node)
+
+
+def _in_flight(node: Node) -> int:
+    return node.in_flight + (0 if node.work is None else node.work.loads_alone)
 
 
 def places(nodes: Iterable[Node]) -> dict[str, Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.routing.forecast import Forecast
 from app.routing.policies.load import unfinished
 from app.routing.registry import Node
 from app.sharing.counts import SILENT_SECONDS, Counts, places
@@ -44,7 +45,8 @@ def test_counts_of_others_add_up_and_count_as_load(counts: Counts, nodes: list[N
 
 
 def test_a_load_without_a_request_counts_for_others(counts: Counts, nodes: list[Node]) -> None:
-    nodes[1].in_flight = nodes[1].loads = 1
+    nodes[1].in_flight = 1
+    Forecast().load_begins(candidate(nodes[1]))
 
     assert counts.changes() == {place(nodes[1]): 2}
 

@@ -38,11 +38,12 @@ async def test_only_a_node_that_can_be_asked_is_made_to_load(state: str) -> None
     candidate = Candidate(node, "m")
 
     loads.start(candidate, Job(Request("r", Operation.CHAT, "m", b"", {})))
-    begun = loads.forecast.seat(candidate).loading is not None
-    assert node.loads == int(begun)
+    seat = loads.forecast.seat(candidate)
+    begun = seat.loading is not None
+    assert seat.work.loads_alone == int(begun)
     await asyncio.sleep(0)
     await loads.close()
 
     assert begun == (state == "healthy")
-    assert node.loads == 0
+    assert seat.work.loads_alone == 0
     assert asking.loaded == (["m"] if begun else [])

@@ -122,7 +122,10 @@ class ShortestExpectedDelay(Policy):
         if cold:
             self._add_loads(scores, shortest, job, now, arrives)
         scores.sort(key=_FIRST)
-        ranked = self._worth_now(scores, job, now)
+        ranked = self.worth_now(scores, now - job.since, now)
+        if not ranked:
+            _, service, seat, _ = scores[0]
+            self._promise(job, seat, service)
         if cold and arrives:
             self._try_out(scores, ranked, job)
         return ranked
@@ -148,7 +151,7 @@ class ShortestExpectedDelay(Policy):
                 there = service + seat.slot_wait
                 steady = there if there < steady else steady
                 comes = comes or seat.loading is not None
-        best = _worth_taking(best)
+        best = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
         for place, (score, service, seat, candidate) in enumerate(scores):
             if score < best and seat.cold:
                 scores[place] = (score + investment(seat, service - shortest, comes), service, seat, candidate)
@@ -173,20 +176,21 @@ class ShortestExpectedDelay(Policy):
         self._promise(job, seat, 1.0)
         return []
 
-    def _worth_now(self, scores: list[tuple[float, float, Seat, Candidate]], job: Job, now: float) -> list[Candidate]:
-        best, service, seat, _ = scores[0]
-        waited = now - job.since
-        if self.free(seat, waited, now):
-            return [each[3] for each in scores]
-        limit = _worth_taking(best)
-        now_free = [each[3] for each in scores if each[0] <= limit and self.free(each[2], waited, now)]
-        if now_free:
-            return now_free
-        self._promise(job, seat, service)
-        return []
+    def worth_now(
+        self, scores: list[tuple[float, float, Seat, Candidate]], waited: float, now: float
+    ) -> list[Candidate]:
+        """Whom a request that has `waited` for so many seconds is sent to now, best first; none: it waits for the best.
 
-    def free(self, seat: Seat, waited: float, now: float) -> bool:
-        """Whether a request that has `waited` for so many seconds would start on it at once, or make it load."""
+        `scores` are sorted.
+        """
+        best, _, seat, _ = scores[0]
+        if self._free(seat, waited, now):
+            return [each[3] for each in scores]
+        limit = best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
+        return [each[3] for each in scores if each[0] <= limit and self._free(each[2], waited, now)]
+
+    def _free(self, seat: Seat, waited: float, now: float) -> bool:
+        """Whether a request would start on it at once, or make it load."""
         if not seat.work.has_room(seat, waited):
             return False
         loading = seat.loading
@@ -245,7 +249,7 @@ class ShortestExpectedDelay(Policy):
         untried = [each for each in scores if each[2].cold and not each[2].work.tried]
         if not untried:
             return
-        under_way = sum([each[2].loading is not None and each[2].loading.carrier is None for each in scores])
+        under_way = sum([each[2].loads_alone for each in scores])
         left = _TRIALS - under_way
         if left <= 0:
             return
@@ -324,25 +328,18 @@ class _Rehearsal(Policy):
         if not candidates or candidates[0].node.cloud:
             return candidates
         job = job or Job(_SOMETHING)
-        scores = [score(prediction) for prediction in self._policy.explain(candidates, job)]
-        limit = _worth_taking(min(scores))
-        now = self._policy.forecast.clock()
-
-        def turn(place: int) -> tuple[bool, float]:
-            seat = self._policy.forecast.seat(candidates[place])
-            return not (scores[place] <= limit and self._policy.free(seat, 0.0, now)), scores[place]
-
-        return [candidates[place] for place in sorted(range(len(candidates)), key=turn)]
+        forecast = self._policy.forecast
+        scores = [
+            (score(prediction), prediction.service, forecast.seat(candidate), candidate)
+            for candidate, prediction in zip(candidates, self._policy.explain(candidates, job), strict=True)
+        ]
+        scores.sort(key=_FIRST)
+        return self._policy.worth_now(scores, 0.0, forecast.clock()) or [each[3] for each in scores]
 
 
 def score(prediction: Prediction) -> float:
     """What the choice goes by: a prediction's own score, with the wait for the first word counted more."""
     return prediction.score + _FIRST_TOKEN_WEIGHT * prediction.first_token
-
-
-def _worth_taking(best: float) -> float:
-    """Up to which score a place that is free is taken rather than the best one, if that is not free."""
-    return best * _WAIT_GAIN + _WAIT_GAIN_SECONDS
 
 
 def _favour_unseen(scores: list[tuple[float, float, Seat, Candidate]], newest: int) -> None:
