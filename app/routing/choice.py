@@ -85,8 +85,9 @@ class Choice:
     async def rehearse(self, plan: Plan, attempts: int) -> list[Step]:
         """What `next` would give, one after the other, if every attempt failed and nothing else happened meanwhile.
 
-        Takes nothing and changes nothing but the plan, which is of no use afterwards. Of nodes that are all full one
-        is listed, and then whoever is asked when none falls free in time; these do not count as attempts.
+        Takes nothing and changes nothing but the plan, which is of no use afterwards. Of nodes that are all full, or
+        not worth it beside one that is, one is listed, and then whoever is asked when none falls free in time; these do
+        not count as attempts.
         """
         policy, steps = self._policy.rehearsal(), list[Step]()
         while len(steps) - sum(step.waits for step in steps) < attempts:
@@ -116,7 +117,9 @@ class Choice:
                 return Step(free, len(candidates), _fallback(plan, free))
             if ranked and plan.overloaded is None:
                 step = Step(ranked[0], len(candidates), _fallback(plan, ranked[0]), waits=True)
-                plan.overloaded = self._too_full(plan, ranked)
+                plan.overloaded = self._too_full(plan, candidates)
+                for each in candidates:  # none of them is asked when the wait was in vain
+                    plan.choose(each)
                 return step
         return None
 

@@ -80,6 +80,22 @@ async def test_whoever_could_serve_is_counted_even_where_it_is_not_the_moment_to
         assert plan.trail.candidates == explained.candidates == len(house.nodes)
 
 
+async def test_a_wait_for_a_full_node_that_is_far_better_is_explained() -> None:
+    house = _House()
+    house.nodes[2].draining = True
+    for candidate, seconds in zip(house.plan(10).local(), (0.01, 0.4), strict=True):
+        for _ in range(5):
+            house.policy.forecast.seat(candidate).speed.decode.add(seconds, 0.0)
+    held = await house.choice.next(house.plan(10))
+
+    explained = await house.choice.rehearse(house.plan(10), 4)
+    with pytest.raises(Overloaded):
+        await house.choice.next(house.plan(10))
+
+    assert held.candidate.node is house.nodes[0]
+    assert [(step.candidate.node.name, step.waits) for step in explained] == [("large", True)]
+
+
 # -- with what right a request waits
 
 

@@ -334,7 +334,7 @@ class _Rehearsal(Policy):
             for candidate, prediction in zip(candidates, self._policy.explain(candidates, job), strict=True)
         ]
         scores.sort(key=_FIRST)
-        return self._policy.worth_now(scores, 0.0, forecast.clock()) or [each[3] for each in scores]
+        return self._policy.worth_now(scores, 0.0, forecast.clock()) or [scores[0][3]]  # it is what would be waited for
 
 
 def score(prediction: Prediction) -> float:
