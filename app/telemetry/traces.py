@@ -135,10 +135,10 @@ class Traces:
             if b"tracestate" in headers:
                 carrier["tracestate"] = headers[b"tracestate"].decode("latin-1")
             parent = self._propagator.extract(carrier)
-        span = self._tracer.start_span(
-            f"POST {path}", parent, SpanKind.SERVER, {semconv.OPERATION: semconv.OPERATIONS[operation]}
-        )
-        return _RequestSpan(self._tracer, span, path, self._receiver.prompts)
+        clock = _Clock()
+        attributes = {semconv.OPERATION: semconv.OPERATIONS[operation]}
+        span = self._tracer.start_span(f"POST {path}", parent, SpanKind.SERVER, attributes, start_time=clock.now())
+        return _RequestSpan(self._tracer, span, clock, path, self._receiver.prompts)
 
     def __call__(self, ended: Ended) -> None:
         """Ends the request's span."""
@@ -147,19 +147,37 @@ class Traces:
             span.end(ended)
 
 
+class _Clock:
+    """One request's time, in nanoseconds since 1970: the wall clock is asked once, and may be set meanwhile. What comes
+    later is later here, in all spans of the request.
+    """
+
+    __slots__ = ("_offset",)
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.perf_counter_ns()
+
+    def now(self) -> int:
+        return self._offset + time.perf_counter_ns()
+
+    def at(self, seconds: float) -> int:
+        """`seconds` as `perf_counter` gives them."""
+        return self._offset + int(seconds * 1e9)
+
+
 class _RequestSpan:
     """The span of one request. One that is not recorded still has its trace's id, which nodes hear of."""
 
-    __slots__ = ("_began", "_context", "_path", "_prompts", "_span", "_tracer", "attempts", "forwarded", "trace_id")
+    __slots__ = ("_clock", "_context", "_path", "_prompts", "_span", "_tracer", "attempts", "forwarded", "trace_id")
 
-    def __init__(self, tracer: Tracer, span: Span, path: str, prompts: bool) -> None:
+    def __init__(self, tracer: Tracer, span: Span, clock: _Clock, path: str, prompts: bool) -> None:
         context = span.get_span_context()
         self._tracer = tracer
         self._span = span
+        self._clock = clock
         self._path = path
         self._prompts = prompts
         self._context = set_span_in_context(span) if span.is_recording() else None
-        self._began = time.time_ns()
         self.attempts = 0
         self.trace_id = f"{context.trace_id:032x}" if context.is_valid else ""
         self.forwarded: Forwarded | None = None
@@ -194,8 +212,11 @@ class _RequestSpan:
                 attributes[name] = value
         if self._prompts:
             attributes[semconv.INPUT_MESSAGES] = input_messages(request)
-        span = self._tracer.start_span(f"{operation} {candidate.model}", self._context, SpanKind.CLIENT, attributes)
-        return _AttemptSpan(span, _forwarded(request, span.get_span_context()))
+        began = self._clock.now()
+        span = self._tracer.start_span(
+            f"{operation} {candidate.model}", self._context, SpanKind.CLIENT, attributes, start_time=began
+        )
+        return _AttemptSpan(span, self._clock, began, _forwarded(request, span.get_span_context()))
 
     def end(self, ended: Ended) -> None:
         span, request, trail = self._span, ended.request, ended.trail
@@ -224,8 +245,7 @@ class _RequestSpan:
         if trail.cost:
             attributes[semconv.COST_USD] = trail.cost / MICRO_DOLLARS
         if trail.first_content is not None:
-            first = self._began + int((trail.first_content - trail.started) * 1e9)
-            span.add_event(semconv.FIRST_CONTENT, timestamp=first)
+            span.add_event(semconv.FIRST_CONTENT, timestamp=self._clock.at(trail.first_content))
         if ended.status is not None:
             attributes[semconv.STATUS_CODE] = ended.status
         if ended.error is not None:
@@ -234,23 +254,25 @@ class _RequestSpan:
             # What a client did wrong is no error of this side.
             span.set_status(Status(StatusCode.ERROR, ended.said))
         span.set_attributes(attributes)
-        span.end()
+        span.end(self._clock.now())
 
 
 class _AttemptSpan:
     """The span of one attempt. Its node's own spans hang below it."""
 
-    __slots__ = ("_began", "_first_seconds", "_span", "forwarded")
+    __slots__ = ("_began", "_clock", "_first_seconds", "_span", "forwarded")
 
-    def __init__(self, span: Span, forwarded: Forwarded) -> None:
+    def __init__(self, span: Span, clock: _Clock, began: int, forwarded: Forwarded) -> None:
         self._span = span
-        self._began = time.perf_counter()
+        self._clock = clock
+        self._began = began
         self._first_seconds: float | None = None
         self.forwarded = forwarded
 
     def answering(self) -> None:
-        self._first_seconds = time.perf_counter() - self._began
-        self._span.add_event(semconv.FIRST_CONTENT)
+        now = self._clock.now()
+        self._first_seconds = (now - self._began) / 1e9
+        self._span.add_event(semconv.FIRST_CONTENT, timestamp=now)
 
     def settle(self, record: AttemptRecord, trail: Trail) -> None:
         span = self._span
@@ -274,7 +296,7 @@ class _AttemptSpan:
             attributes[semconv.ERROR_TYPE] = record.outcome.value
             span.set_status(Status(StatusCode.ERROR, "the node refused the request"))
         span.set_attributes(attributes)
-        span.end()
+        span.end(self._clock.now())
 
 
 class _Exporter(SpanExporter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -102,6 +103,24 @@ async def test_a_request_is_a_span_with_its_attempt_below(stream: bool) -> None:
         for span in (whole, attempt):
             assert span.began <= span.events["first content"] <= span.ended
         assert receiver.resource["service.name"] == "hearth"
+
+
+@STREAM_AND_DOCUMENT
+async def test_a_clock_that_is_set_back_puts_no_span_out_of_order(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_back = itertools.count(time.time_ns(), -1_000_000_000).__next__
+    monkeypatch.setattr("time.time_ns", set_back)
+    monkeypatch.setattr("opentelemetry.sdk.trace.time_ns", set_back)
+    async with FakeReceiver() as receiver, FakeVLLM(models=["m"]) as bad, FakeVLLM(models=["m"]) as good:
+        async with _traced(receiver, bad, good) as hearth:
+            bad.behave(Behaviour.STATUS_500)
+            await hearth.chat(stream=stream)
+
+            whole, (first, second) = await _spans(receiver)
+        content = (whole.events["first content"], second.events["first content"])
+        assert whole.began <= first.began <= first.ended <= second.began <= min(content)
+        assert max(content) <= second.ended <= whole.ended
 
 
 @STREAM_AND_DOCUMENT
